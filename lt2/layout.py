@@ -1,0 +1,68 @@
+"""Which mixer runs at (loop, layer). Pure data: no torch, no state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lt2.config import HybridLayout, MixerConfig, ModelConfig, RandomLayout
+
+Schedule = tuple[tuple["MixerConfig", ...], ...]
+"""Indexed [loop][layer]."""
+
+
+def layout(config: ModelConfig, draw: Collection[int] | None = None) -> Schedule:
+    """The mixer of every (loop, layer).
+
+    Args:
+        draw: for a random layout, the layers that run attention (see `draw_layers`); without one the first draw,
+            step 0, is used.
+
+    Raises:
+        ValueError: a hybrid ratio that leaves no attention or no mixer layer, or a loop schedule whose length is
+            not n_loops.
+    """
+    spec, n_layers, n_loops = config.layout, config.n_layers, config.n_loops
+    if spec.type == "uniform":
+        return ((spec.mixer,) * n_layers,) * n_loops
+    if spec.type == "loops":
+        if len(spec.mixers) != n_loops:
+            raise ValueError(f"layout.mixers has {len(spec.mixers)} entries for n_loops {n_loops}; give one per loop")
+        return tuple((mixer,) * n_layers for mixer in spec.mixers)
+    chosen = attention_layers(spec, n_layers) if spec.type == "hybrid" else draw
+    if chosen is None:
+        chosen = draw_layers(spec, n_layers, step=0)  # type: ignore[arg-type]
+    row = tuple(spec.attention if layer in chosen else spec.mixer for layer in range(n_layers))
+    return (row,) * n_loops
+
+
+def attention_layers(spec: HybridLayout, n_layers: int) -> tuple[int, ...]:
+    """Indices of the attention layers of a depth-level hybrid.
+
+    The count is that of the interleaved pattern (each period of a+b layers ends with its a attention layers), so
+    that patterns compare at one ratio. Bookend splits it over bottom and top, the odd one at the bottom.
+    """
+    a, b = spec.parts
+    interleaved = tuple(i for i in range(n_layers) if i % (a + b) >= b)
+    count = len(interleaved)
+    if (a > 0 and count == 0) or (b > 0 and count == n_layers):
+        missing = "attention" if count == 0 else "mixer"
+        raise ValueError(
+            f"ratio {spec.ratio} over {n_layers} layers leaves no {missing} layer; use at least {a + b} layers"
+        )
+    if spec.pattern == "interleave":
+        return interleaved
+    if spec.pattern == "front":
+        return tuple(range(count))
+    if spec.pattern == "back":
+        return tuple(range(n_layers - count, n_layers))
+    bottom = (count + 1) // 2
+    return tuple(range(bottom)) + tuple(range(n_layers - (count - bottom), n_layers))
+
+
+def draw_layers(spec: RandomLayout, n_layers: int, step: int) -> tuple[int, ...]:
+    """The attention layers of training step `step`: a pure function of (seed, step), so equal on all ranks."""
+    count = max(1, round(spec.fraction * n_layers))
+    return tuple(sorted(random.Random(f"{spec.seed}:{step}").sample(range(n_layers), count)))
