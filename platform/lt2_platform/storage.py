@@ -1,0 +1,249 @@
+"""One place that reads and writes: a folder or an S3 bucket behind the same dozen functions.
+
+Every path is relative to the root (a full path that starts with the root, as `join` returns it, is accepted
+too). Writes are atomic: a reader sees the old bytes, the new bytes or nothing, never a part. Nothing is cached, so two
+processes agree on what exists.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+import fsspec
+from botocore.exceptions import BotoCoreError, ClientError
+
+from lt2.config import ConfigError
+
+S3 = "s3://"
+_ALREADY_EXISTS = {409, 412}  # conditional request conflict, precondition failed
+
+
+def default_root() -> str:
+    """The storage root when none is given: $LT2_STORAGE, else ./lt2-storage."""
+    return os.environ.get("LT2_STORAGE") or "./lt2-storage"
+
+
+def absolute(uri: str) -> str:
+    """`uri` in the form every worker understands: `s3://…` unchanged, anything else an absolute local path."""
+    if uri.startswith(S3):
+        return S3 + uri[len(S3) :].rstrip("/")
+    if "://" in uri and not uri.startswith("file://"):
+        raise ConfigError(f"{uri}: unsupported storage scheme; use a local path or s3://bucket/prefix")
+    return os.path.abspath(os.path.expanduser(uri.removeprefix("file://")))
+
+
+def filesystem(uri: str) -> fsspec.AbstractFileSystem:
+    """The fsspec filesystem that holds `uri`; S3 reads its endpoint and keys from the usual AWS_* variables."""
+    if not uri.startswith(S3):
+        return fsspec.filesystem("file")
+    _tame_checksums()
+    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    return fsspec.filesystem("s3", endpoint_url=endpoint, use_listings_cache=False)
+
+
+def arrow_filesystem(uri: str) -> tuple[Any, str]:
+    """(pyarrow filesystem, path inside it) for `uri`, with the same endpoint rules as `filesystem`."""
+    from pyarrow import fs
+
+    uri = absolute(uri)
+    if not uri.startswith(S3):
+        return fs.LocalFileSystem(), uri
+    _tame_checksums()
+    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    options: dict[str, Any] = {"endpoint_override": endpoint} if endpoint else {}
+    if region or endpoint:
+        options["region"] = region or "us-east-1"
+    return fs.S3FileSystem(**options), uri[len(S3) :]
+
+
+def _tame_checksums() -> None:
+    # Newer AWS SDKs (botocore and the C++ one inside pyarrow) send checksum trailers that many S3 servers reject.
+    if os.environ.get("AWS_ENDPOINT_URL"):
+        os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+        os.environ.setdefault("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
+
+
+@dataclass(frozen=True, init=False)
+class Storage:
+    """Files under one root, local or `s3://bucket/prefix`. Cheap to build, compare and pickle.
+
+    Missing files raise FileNotFoundError from the reading functions; other failures are the filesystem's own OSError.
+    """
+
+    root: str
+
+    def __init__(self, root: str | None = None):
+        object.__setattr__(self, "root", absolute(root or default_root()))
+
+    @property
+    def fs(self) -> fsspec.AbstractFileSystem:
+        return filesystem(self.root)
+
+    def join(self, *parts: str) -> str:
+        """The full path (or URI) of a path under the root; parts may already be full."""
+        path = "/".join(part.strip("/") if index else part.rstrip("/") for index, part in enumerate(parts) if part)
+        if path == self.root or path.startswith(self.root.rstrip("/") + "/"):
+            return path
+        if path.startswith(("/", S3)) or ".." in path.split("/"):
+            raise ValueError(f"{path} is outside the storage root {self.root}")
+        return f"{self.root.rstrip('/')}/{path}" if path else self.root
+
+    def relative(self, full: str) -> str:
+        """The inverse of `join`: the path under the root ('' for the root itself)."""
+        return self.join(full)[len(self.root) :].lstrip("/")
+
+    # Reading
+
+    def exists(self, path: str = "") -> bool:
+        """True for a file or a non-empty folder."""
+        return self.fs.exists(self.join(path))
+
+    def read_bytes(self, path: str) -> bytes:
+        return self.fs.cat_file(self.join(path))
+
+    def read_json(self, path: str) -> Any:
+        return json.loads(self.read_bytes(path))
+
+    def open(self, path: str) -> IO[bytes]:
+        """A seekable binary file for reading (write with `write_bytes` or `writer`)."""
+        return self.fs.open(self.join(path), "rb")
+
+    def list(self, path: str = "") -> list[str]:
+        """Sorted names (not paths) of the files and folders directly inside `path`; [] if there is no such folder."""
+        full = self.join(path)
+        try:
+            found = self.fs.ls(full, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = {name.rstrip("/").rsplit("/", 1)[-1] for name in found if name.rstrip("/") != full.removeprefix(S3)}
+        return sorted(name for name in names if not name.startswith(".tmp-"))
+
+    def glob(self, pattern: str) -> list[str]:
+        """Sorted paths, relative to the root, that match `pattern` (`*`, `**`, `?`)."""
+        prefix = self.root.removeprefix(S3).rstrip("/") + "/"
+        found = (str(name).removeprefix(prefix) for name in self.fs.glob(self.join(pattern)))
+        return sorted(name for name in found if not name.rsplit("/", 1)[-1].startswith(".tmp-"))
+
+    def arrow_fs(self, path: str = "") -> tuple[Any, str]:
+        """(pyarrow filesystem, path inside it), for parquet readers and Ray Data."""
+        return arrow_filesystem(self.join(path))
+
+    # Writing
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Replace `path` atomically, creating its folders."""
+        with self.writer(path) as file:
+            file.write(data)
+
+    def write_json(self, path: str, value: Any) -> None:
+        self.write_bytes(path, _json_bytes(value))
+
+    @contextmanager
+    def writer(self, path: str) -> Iterator[IO[bytes]]:
+        """A binary file that becomes `path` when the block ends, and disappears if the block raises."""
+        full = self.join(path)
+        if full.startswith(S3):
+            # Not `fs.open(…, "wb")`: closing an S3 file after an exception publishes the part written so far.
+            with tempfile.NamedTemporaryFile() as file:
+                yield file
+                file.flush()
+                self.fs.put_file(file.name, full)
+            return
+        temporary = _temporary_beside(full)
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, full)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    def create_exclusive(self, path: str, data: bytes) -> bool:
+        """Create `path` with `data` unless it exists; True for exactly one of any number of concurrent callers."""
+        full = self.join(path)
+        if full.startswith(S3):
+            return _put_if_absent(self.fs, full, data)
+        temporary = _temporary_beside(full)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, full)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def delete(self, path: str) -> None:
+        """Remove a file or a whole folder; a missing one is fine. The root itself is refused."""
+        full = self.join(path)
+        if full == self.root:
+            raise ValueError(f"refusing to delete the storage root {self.root}")
+        with suppress(FileNotFoundError):
+            self.fs.rm(full, recursive=True)
+
+    def check_writable(self) -> None:
+        """Write and remove a probe file, so that a bad root fails before any work. Raises ConfigError."""
+        probe = f".tmp-probe-{uuid.uuid4().hex}"
+        try:
+            self.write_bytes(probe, b"")
+            self.delete(probe)
+        except (OSError, BotoCoreError, ClientError) as error:
+            raise ConfigError(
+                f"storage root {self.root} cannot be written ({_reason(error)}); "
+                "choose another with --storage or LT2_STORAGE"
+            ) from error
+
+
+def _json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n").encode()
+
+
+def _temporary_beside(full: str) -> str:
+    folder = os.path.dirname(full)
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(folder, f".tmp-{uuid.uuid4().hex}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return "a part of the path is a file"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _put_if_absent(fs: Any, full: str, data: bytes) -> bool:
+    bucket, key = full[len(S3) :].split("/", 1)
+    try:
+        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        return True
+    except FileExistsError:
+        return False
+    except (OSError, ClientError) as error:
+        if _status(error) in _ALREADY_EXISTS:
+            return False
+        # Some servers answer EINVAL for a lost race; EINVAL also means a malformed request, hence the look.
+        if getattr(error, "errno", None) == errno.EINVAL and fs.exists(full):
+            return False
+        raise
+
+
+def _status(error: BaseException) -> int | None:
+    cause = error if isinstance(error, ClientError) else error.__cause__
+    return cause.response["ResponseMetadata"].get("HTTPStatusCode") if isinstance(cause, ClientError) else None

@@ -1,0 +1,162 @@
+"""Storage behaves the same on a local folder and on an S3 server (moto)."""
+
+import multiprocessing
+import pickle
+
+import pytest
+from pyarrow import fs as arrow
+
+from lt2.config import ConfigError
+from lt2_platform.storage import Storage, default_root
+
+
+@pytest.fixture(params=["local", "s3"])
+def root(request, tmp_path):
+    if request.param == "local":
+        return str(tmp_path / "root")
+    return request.getfixturevalue("s3_root")
+
+
+@pytest.fixture
+def storage(root):
+    return Storage(root)
+
+
+def test_round_trip(storage):
+    storage.write_bytes("a/b.bin", b"\x00\xff")
+    storage.write_json("a/c.json", {"x": [1, 2.5, None, "é"]})
+    assert storage.read_bytes("a/b.bin") == b"\x00\xff"
+    assert storage.read_json(storage.join("a", "c.json")) == {"x": [1, 2.5, None, "é"]}
+    with storage.open("a/b.bin") as file:
+        file.seek(1)
+        assert file.read() == b"\xff"
+    storage.write_bytes("a/b.bin", b"new")
+    assert storage.read_bytes("a/b.bin") == b"new"
+
+
+def test_listing_shows_what_was_written_and_nothing_else(storage):
+    for path in ("x/2.json", "x/1.json", "x/deep/3.json", "y.json"):
+        storage.write_bytes(path, b"{}")
+    assert storage.list("x") == ["1.json", "2.json", "deep"]
+    assert storage.list() == ["x", "y.json"]
+    assert storage.list("absent") == []
+    assert storage.glob("x/*.json") == ["x/1.json", "x/2.json"]
+    assert storage.glob("x/**/*.json") == ["x/1.json", "x/2.json", "x/deep/3.json"]
+    assert storage.exists("x/deep")
+    assert not storage.exists("x/4.json")
+    storage.delete("x")
+    storage.delete("x")
+    assert storage.list() == ["y.json"]
+
+
+def test_missing_file(storage):
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes("nope/here.json")
+
+
+def test_failed_write_leaves_the_old_file_and_no_rubbish(storage):
+    storage.write_bytes("a/f", b"old")
+    with pytest.raises(TypeError), storage.writer("a/f") as file:
+        file.writelines([b"half of the new", None])
+    assert storage.read_bytes("a/f") == b"old"
+    assert [name.rsplit("/", 1)[-1] for name in storage.fs.ls(storage.join("a"), detail=False)] == ["f"]
+
+
+def test_create_exclusive_keeps_the_first(storage):
+    assert storage.create_exclusive("lock/done.json", b"first") is True
+    assert storage.create_exclusive("lock/done.json", b"second") is False
+    assert storage.read_bytes("lock/done.json") == b"first"
+    assert storage.list("lock") == ["done.json"]
+
+
+def _race(root, start, winners, name):
+    storage = Storage(root)
+    storage.exists()  # connect before the gun
+    start.wait()
+    for index in range(10):
+        if storage.create_exclusive(f"race/{index}", name.encode()):
+            winners.put((index, name))
+
+
+def test_create_exclusive_has_one_winner_among_processes(root):
+    context = multiprocessing.get_context("spawn")
+    start, winners = context.Barrier(4), context.Queue()
+    racers = [context.Process(target=_race, args=(root, start, winners, f"p{i}")) for i in range(4)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(60)
+        assert racer.exitcode == 0
+    won = dict(winners.get(timeout=5) for _ in range(10))
+    assert winners.empty()
+    storage = Storage(root)
+    assert {index: storage.read_bytes(f"race/{index}").decode() for index in range(10)} == won
+
+
+def test_arrow_sees_the_same_files(storage):
+    storage.write_bytes("t/data.bin", b"12345")
+    filesystem, path = storage.arrow_fs("t/data.bin")
+    assert filesystem.get_file_info(path).size == 5
+    assert isinstance(filesystem, arrow.FileSystem)
+    with filesystem.open_output_stream(storage.arrow_fs("t/from_arrow.bin")[1]) as out:
+        out.write(b"678")
+    assert storage.read_bytes("t/from_arrow.bin") == b"678"
+
+
+def test_paths_stay_under_the_root(storage):
+    full = storage.join("runs", "r1", "run.json")
+    assert full == f"{storage.root}/runs/r1/run.json"
+    assert storage.join(full) == full
+    assert storage.relative(full) == "runs/r1/run.json"
+    for path in ("../elsewhere", "/elsewhere", "s3://elsewhere/x"):
+        with pytest.raises(ValueError, match="outside the storage root"):
+            storage.join(path)
+    with pytest.raises(ValueError, match="refusing to delete the storage root"):
+        storage.delete("")
+
+
+def test_travels_to_other_processes(storage):
+    assert pickle.loads(pickle.dumps(storage)) == storage
+
+
+def test_check_writable_leaves_nothing(storage):
+    storage.check_writable()
+    assert storage.list() == []
+
+
+def test_unwritable_local_root(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    root = str(tmp_path / "file" / "store")
+    with pytest.raises(ConfigError) as error:
+        Storage(root).check_writable()
+    assert str(error.value) == (
+        f"storage root {root} cannot be written (a part of the path is a file); "
+        "choose another with --storage or LT2_STORAGE"
+    )
+
+
+def test_missing_bucket(s3_root):
+    with pytest.raises(ConfigError, match=r"root s3://no-such-bucket/x cannot be written \(.*bucket.*\); choose"):
+        Storage("s3://no-such-bucket/x").check_writable()
+
+
+def test_unreachable_endpoint(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    with pytest.raises(ConfigError, match=r"storage root s3://b cannot be written \(Could not connect"):
+        Storage("s3://b").check_writable()
+
+
+def test_unknown_scheme():
+    with pytest.raises(ConfigError, match=r"gs://b/x: unsupported storage scheme; use a local path or s3://"):
+        Storage("gs://b/x")
+
+
+def test_default_root(monkeypatch, tmp_path):
+    monkeypatch.setenv("LT2_STORAGE", str(tmp_path))
+    assert Storage().root == str(tmp_path)
+    monkeypatch.delenv("LT2_STORAGE")
+    assert default_root() == "./lt2-storage"
+    monkeypatch.chdir(tmp_path)
+    assert Storage().root == str(tmp_path / "lt2-storage")
