@@ -1,0 +1,90 @@
+"""Parameters, FLOPs over the unrolled depth, and cache bytes of a model, from its config.
+
+FLOPs count multiply and add as two. A looped model's compute is that of its N*T unrolled layers (paper App. D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from lt2.cache import cache_dtype
+from lt2.config import ModelConfig
+from lt2.layout import layout
+from lt2.model import LoopedLM
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameter counts. `stack` is what each loop re-applies: the blocks; `embedding` counts a tied matrix once."""
+
+    total: int
+    embedding: int
+    stack: int
+    unrolled: int
+
+
+def parameters(config: ModelConfig) -> Parameters:
+    """Exact counts, read off the model built without storage."""
+    with torch.device("meta"):
+        model = LoopedLM(config)
+    total = sum(p.numel() for p in model.parameters())
+    stack = sum(p.numel() for p in model.blocks.parameters())
+    embedding = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+    return Parameters(total, embedding, stack, total + stack * (config.n_loops - 1))
+
+
+def forward_flops(config: ModelConfig, seq_len: int, *, n_loops: int | None = None) -> float:
+    """Forward FLOPs per token of a sequence of seq_len: 2 per weight used, the mixers' sequence terms, the head.
+
+    Each (loop, layer) counts the weights of the mixer that runs there.
+    """
+    loops = n_loops or config.n_loops
+    schedule = layout(config)
+    with torch.device("meta"):
+        blocks = LoopedLM(config).blocks
+    total = 2.0 * config.vocab_size * config.dim
+    for loop in range(loops):
+        for layer, spec in enumerate(schedule[min(loop, len(schedule) - 1)]):
+            block = blocks[layer]
+            used = [p.numel() for p in block.mixers[spec.weights].parameters() if p.dim() > 1]
+            used += [p.numel() for p in block.ffn.parameters()]
+            total += 2.0 * sum(used) + spec.sequence_flops(config.dims, seq_len)
+    return total
+
+
+def training_flops(config: ModelConfig, seq_len: int) -> float:
+    """Forward and backward FLOPs per token: three times the forward (recomputation is not counted, as in MFU)."""
+    return 3.0 * forward_flops(config, seq_len)
+
+
+def cache_bytes(config: ModelConfig, max_len: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes that `model.init_cache(batch, max_len)` holds over all (loop, layer)."""
+    return batch * sum(sum(layer.values()) for loop in cache_table(config, max_len, dtype) for layer in loop)
+
+
+def cache_table(config: ModelConfig, max_len: int, dtype: torch.dtype = torch.bfloat16) -> list[list[dict[str, int]]]:
+    """Bytes per sequence of every cache tensor, indexed [loop][layer][name]."""
+    return [
+        [
+            {
+                name: prod(shape) * cache_dtype(kind, dtype).itemsize
+                for name, (shape, kind) in spec.cache_spec(config.dims, max_len).items()
+            }
+            for spec in row
+        ]
+        for row in layout(config)
+    ]
+
+
+def summarize(config: ModelConfig, seq_len: int) -> dict[str, Any]:
+    """What a plan prints: counts, FLOPs per token, bf16 cache bytes of one sequence of seq_len."""
+    return {
+        "parameters": asdict(parameters(config)),
+        "forward_flops_per_token": forward_flops(config, seq_len),
+        "training_flops_per_token": training_flops(config, seq_len),
+        "cache_bytes_per_sequence": cache_bytes(config, seq_len),
+    }

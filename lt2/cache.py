@@ -1,0 +1,72 @@
+"""Decode caches: one set of static tensors per (loop, layer), so loops never overwrite each other's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lt2.config import CacheSpec, Dims
+from lt2.layout import Schedule
+
+LayerCache = dict[str, Tensor]
+
+
+@dataclass
+class Cache:
+    """All state of a batch of sequences being decoded.
+
+    Attributes:
+        layers: layers[loop][layer] is that position's tensors, named and shaped by its mixer's `cache_spec`, with the
+            batch in front. Mixers write them in place (static addresses, as CUDA graphs need).
+        lengths: (B,) int64, tokens held per row.
+        max_len: capacity in tokens per row.
+        used: upper bound of `lengths` known without a device sync.
+    """
+
+    layers: list[list[LayerCache]]
+    lengths: Tensor
+    max_len: int
+    used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches and states."""
+        return sum(t.numel() * t.element_size() for loop in self.layers for layer in loop for t in layer.values())
+
+    def advance(self, lengths: Tensor | None, n_tokens: int) -> None:
+        """Count one pass of n_tokens, of which lengths (B,) were valid."""
+        self.lengths += n_tokens if lengths is None else lengths
+        self.used += n_tokens
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep rows (B',) of the batch, in that order."""
+        for loop in self.layers:
+            for layer in loop:
+                for name, tensor in layer.items():
+                    layer[name] = tensor[rows]
+        self.lengths = self.lengths[rows]
+
+
+def cache_dtype(name: str, compute: torch.dtype) -> torch.dtype:
+    """A cache spec's dtype: "compute" follows the model; states are fp32, or fp64 in an fp64 model."""
+    if name == "compute":
+        return compute
+    dtype = getattr(torch, name)
+    return torch.float64 if compute == torch.float64 and dtype == torch.float32 else dtype
+
+
+def allocate(
+    schedule: Schedule, dims: Dims, *, batch: int, max_len: int, dtype: torch.dtype, device: torch.device
+) -> Cache:
+    """Zeroed caches for `batch` rows of up to `max_len` tokens."""
+
+    def tensors(spec: CacheSpec) -> LayerCache:
+        return {
+            name: torch.zeros(batch, *shape, dtype=cache_dtype(kind, dtype), device=device)
+            for name, (shape, kind) in spec.items()
+        }
+
+    layers = [[tensors(mixer.cache_spec(dims, max_len)) for mixer in loop] for loop in schedule]
+    return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), max_len)

@@ -1,0 +1,104 @@
+"""Sampling from a looped model with one cache per (loop, layer).
+
+Shapes: B prompts, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lt2.config import ConfigError
+from lt2.model import LoopedLM
+
+
+@torch.inference_mode()
+def generate(
+    model: LoopedLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_id: int | None = None,
+    seed: int = 0,
+    n_loops: int | None = None,
+) -> list[list[int]]:
+    """Continue each prompt; returns the new tokens only, up to and including eos_id.
+
+    temperature 0 is greedy. Prompts of different lengths are right-padded and masked, so a prompt's continuation does
+    not depend on what else is in the batch.
+
+    Raises:
+        ConfigError: an empty prompt, a token outside the vocabulary, or sampling settings out of range.
+    """
+    check_request(model.config.vocab_size, prompts, max_new_tokens, temperature, top_k, top_p)
+    if max_new_tokens == 0 or not prompts:
+        return [[] for _ in prompts]
+    device = model.embed.weight.device
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    longest = int(lengths.max())
+    input_ids = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+
+    generators = [torch.Generator(device).manual_seed(seed + row) for row in range(len(prompts))]
+    cache = model.init_cache(len(prompts), longest + max_new_tokens, n_loops=n_loops)
+    hidden = model(input_ids, lengths=lengths, cache=cache, n_loops=n_loops).hidden
+    last = hidden[torch.arange(len(prompts), device=device), lengths - 1]  # (B, D)
+    new: list[list[int]] = [[] for _ in prompts]
+    done = [False] * len(prompts)
+    for _ in range(max_new_tokens):
+        token = sample(model.logits(last).float(), temperature, top_k, top_p, generators)  # (B,)
+        for row, value in enumerate(token.tolist()):
+            if not done[row]:
+                new[row].append(value)
+                done[row] = value == eos_id
+        if all(done) or len(new[done.index(False)]) == max_new_tokens:
+            break
+        last = model(token[:, None], cache=cache, n_loops=n_loops).hidden[:, 0]
+    return new
+
+
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generators: list[torch.Generator]
+) -> Tensor:
+    """One token per row of logits (B, V), each row from its own generator; (B,) int64."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probs = logits.softmax(-1)
+    if top_p is not None:
+        ordered, index = probs.sort(-1, descending=True)
+        outside = ordered.cumsum(-1) - ordered >= top_p  # keeps the token that crosses top_p
+        probs = probs.masked_fill(outside.gather(-1, index.argsort(-1)), 0.0)
+    return torch.stack([torch.multinomial(p, 1, generator=g)[0] for p, g in zip(probs, generators)])
+
+
+def check_request(
+    vocab_size: int,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> None:
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ConfigError(f"prompt {row} has no tokens; start it with the tokenizer's BOS")
+        if not (0 <= min(prompt) and max(prompt) < vocab_size):
+            raise ConfigError(f"prompt {row} has a token outside the vocabulary of {vocab_size}; check the tokenizer")
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}; it cannot be negative")
+    if temperature < 0:
+        raise ConfigError(f"temperature is {temperature}; use 0 for greedy or a positive number")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k is {top_k}; it must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p is {top_p}; it must be in (0, 1]")

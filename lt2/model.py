@@ -1,0 +1,192 @@
+"""The looped language model: embed -> T loops over N shared blocks -> norm -> head (paper Eq. 2).
+
+Shapes: B batch, L tokens, D width, V vocabulary, T loops, N layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lt2 import sequence
+from lt2.cache import Cache, LayerCache, allocate
+from lt2.config import MixerConfig, ModelConfig
+from lt2.layers import RMSNorm, SwiGLU
+from lt2.layout import Schedule, draw_layers, layout
+from lt2.mixers import build_mixer
+from lt2.sequence import SequenceInfo
+
+
+@dataclass
+class LoopedOutput:
+    """hidden: (B, L, D) after the final norm; loops: the same after every loop, on request; aux: scalar losses by name."""
+
+    hidden: Tensor
+    loops: list[Tensor] | None = None
+    aux: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: a token mixer, then a SwiGLU. `spec` says which mixer runs in this loop."""
+
+    def __init__(self, config: ModelConfig, specs: list[MixerConfig]):
+        super().__init__()
+        norm = lambda: RMSNorm(config.dim, eps=config.norm_eps)  # noqa: E731
+        self.mixer_norm = norm()
+        self.mixers = nn.ModuleDict({spec.weights: build_mixer(spec, config.dims) for spec in specs})
+        self.mixer_post_norm = norm() if config.sandwich_norm else nn.Identity()
+        self.ffn_norm = norm()
+        self.ffn = SwiGLU(config.dim, config.ffn_dim)
+        self.ffn_post_norm = norm() if config.sandwich_norm else nn.Identity()
+
+    def forward(
+        self, h: Tensor, spec: MixerConfig, seq: SequenceInfo, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:  # (B, L, D) -> (B, L, D), auxiliary loss
+        y, aux = self.mixers[spec.weights](self.mixer_norm(h), spec, seq, cache)
+        h = h + self.mixer_post_norm(y)
+        h = h + self.ffn_post_norm(self.ffn(self.ffn_norm(h)))
+        return h, aux
+
+
+class LoopedLM(nn.Module):
+    """A looped transformer with any token mixers; n_loops = 1 is the plain stack."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.schedule: Schedule = layout(config)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config, specs) for specs in weights_per_layer(config))
+        self.rho = nn.Parameter(torch.zeros(config.n_loops, config.dim)) if config.loop_residual else None
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, L) int64
+        *,
+        doc_ids: Tensor | None = None,  # (B, L): attention and state stop where it changes
+        lengths: Tensor | None = None,  # (B,): valid tokens of right-padded rows; only read with a cache
+        cache: Cache | None = None,
+        n_loops: int | None = None,  # run another depth than trained; later loops repeat the last one's rho and mixers
+        per_loop: bool = False,
+        step: int | None = None,  # training step, which a random layout draws its attention layers from
+    ) -> LoopedOutput:
+        seq = self.sequence_info(input_ids, doc_ids, lengths, cache)
+        schedule = self.schedule_for(n_loops or self.config.n_loops, step)
+        h = self.embed(input_ids)
+        loops: list[Tensor] = []
+        aux: dict[str, Tensor] = {}
+        for loop, specs in enumerate(schedule):
+            h_in = h
+            for layer, (block, spec) in enumerate(zip(self.blocks, specs)):
+                h, loss = block(h, spec, seq, cache.layers[loop][layer] if cache is not None else None)
+                if loss is not None:
+                    aux[spec.type] = aux.get(spec.type, 0.0) + loss / len(schedule)
+            if self.rho is not None:
+                h = h + self.rho[min(loop, len(self.rho) - 1)].to(h.dtype) * h_in
+            if self.config.norm_each_loop:
+                h = self.norm(h)
+            if per_loop:
+                loops.append(h if self.config.norm_each_loop else self.norm(h))
+        if cache is not None:
+            cache.advance(lengths, input_ids.shape[1])
+        hidden = h if self.config.norm_each_loop else self.norm(h)
+        return LoopedOutput(hidden, loops if per_loop else None, aux)
+
+    @property
+    def head_weight(self) -> Tensor:  # (V, D)
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:  # (..., D) -> (..., V)
+        return F.linear(hidden, self.head_weight.to(hidden.dtype))
+
+    def schedule_for(self, n_loops: int, step: int | None = None) -> Schedule:
+        """The mixers of n_loops loops; past the trained depth the last loop's row repeats."""
+        schedule = self.schedule
+        if self.config.layout.type == "random" and step is not None:
+            schedule = layout(self.config, draw_layers(self.config.layout, self.config.n_layers, step))
+        return tuple(schedule[min(loop, len(schedule) - 1)] for loop in range(n_loops))
+
+    def init_cache(
+        self, batch: int, max_len: int, *, n_loops: int | None = None, dtype: torch.dtype | None = None
+    ) -> Cache:
+        """Empty caches for decoding `batch` rows of up to max_len tokens."""
+        schedule = self.schedule_for(n_loops or self.config.n_loops)
+        weight = self.embed.weight
+        kind = dtype or weight.dtype
+        return allocate(schedule, self.config.dims, batch=batch, max_len=max_len, dtype=kind, device=weight.device)
+
+    def sequence_info(
+        self, input_ids: Tensor, doc_ids: Tensor | None, lengths: Tensor | None, cache: Cache | None
+    ) -> SequenceInfo:
+        B, L = input_ids.shape
+        if cache is not None:
+            if doc_ids is not None:
+                raise ValueError("packed documents cannot be decoded from one cache; give each its own row")
+            if cache.used + L > cache.max_len:
+                raise ValueError(f"cache of {cache.max_len} tokens cannot hold {cache.used} + {L}; allocate a longer one")
+            seq = sequence.cached(L, cache.lengths.clone(), lengths, fresh=cache.used == 0)
+        elif doc_ids is not None:
+            seq = sequence.packed(doc_ids)
+        else:
+            seq = sequence.plain(L, input_ids.device)
+        dims = self.config.dims
+        for size in {spec.rope_dim(dims) for specs in weights_per_layer(self.config) for spec in specs} - {None}:
+            seq.rope[size] = sequence.rotary(seq.positions, size, dims.rope_theta)
+        return seq
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 42) -> None:
+        """Truncated normal at 3 sigma with std fan_in^-1/2 (d^-1/2 for embeddings), from `seed` alone.
+
+        With global_depth_init the projections back into the residual stream are scaled by (2 (n + 1))^-1/2, n being
+        the block's depth. Mixers then set their own special parameters.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    truncated_normal(module.weight, module.in_features**-0.5)
+                    if module.bias is not None:
+                        nn.init.zeros_(module.bias)
+                elif isinstance(module, nn.Embedding):
+                    truncated_normal(module.weight, self.config.dim**-0.5)
+                elif hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            if self.rho is not None:
+                nn.init.zeros_(self.rho)
+            for depth, block in enumerate(self.blocks):
+                for name, module in block.named_modules():
+                    if hasattr(module, "init_special"):
+                        module.init_special()
+                    if self.config.global_depth_init and name.rpartition(".")[2] in ("o_proj", "down_proj"):
+                        module.weight.mul_((2 * (depth + 1)) ** -0.5)
+
+
+def truncated_normal(weight: Tensor, std: float) -> None:
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+def weights_per_layer(config: ModelConfig) -> list[list[MixerConfig]]:
+    """For each layer one config per distinct set of mixer weights it needs over all loops and draws."""
+    schedules = [layout(config)]
+    if config.layout.type == "random":
+        schedules = [layout(config, draw) for draw in ((), range(config.n_layers))]
+    found: list[dict[str, MixerConfig]] = [{} for _ in range(config.n_layers)]
+    for loop in (row for schedule in schedules for row in schedule):
+        for layer, spec in enumerate(loop):
+            found[layer].setdefault(spec.weights, spec)
+    return [list(specs.values()) for specs in found]
+
+
+def build(config: ModelConfig, *, seed: int = 42, device: str | torch.device = "cpu") -> LoopedLM:
+    """A model with fresh weights on `device`, fp32."""
+    with torch.device("meta"):
+        model = LoopedLM(config)
+    model = model.to_empty(device="cpu")
+    model.init_weights(seed)
+    return model.to(device)
