@@ -1,0 +1,118 @@
+"""Which implementation an op runs on: PyTorch on CPU; fla and flash kernels on CUDA. Every choice is logged once.
+
+fla has no CPU path, except under Triton's interpreter (TRITON_INTERPRET=1), where CPU tensors take the fla path so that tests
+reach the real kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+import os
+from importlib import metadata
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("lt2.ops")
+
+BACKENDS = ("auto", "torch", "fla")
+HALF = (torch.bfloat16, torch.float16)
+HOPPER = (9, 0)
+
+
+def backend_for(op: str, tensor: Tensor, requested: str = "auto") -> str:
+    """ "torch" or "fla" for a recurrent op on `tensor`'s device and dtype.
+
+    Raises ValueError for an unknown `requested`, or for "fla" where its kernels cannot run.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if requested == "torch":
+        return "torch"
+    obstacle = _fla_obstacle(tensor.device.type, tensor.dtype)
+    if obstacle and requested == "fla":
+        raise ValueError(f"backend 'fla' cannot run {op}: {obstacle}")
+    backend = "torch" if obstacle else "fla"
+    announce(op, tensor.device.type, backend, obstacle if tensor.is_cuda else "")
+    return backend
+
+
+def attention_backend(op: str, tensor: Tensor) -> str:
+    """ "flash_attn", "varlen" (torch's own flash kernels) or "torch" for a softmax op on `tensor`'s device and dtype."""
+    backend = "torch"
+    if tensor.is_cuda and tensor.dtype in HALF:
+        backend = "flash_attn" if _installed("flash_attn") else "varlen" if _has_varlen() else "torch"
+    announce(op, tensor.device.type, backend)
+    return backend
+
+
+@functools.cache
+def announce(op: str, device: str, backend: str, reason: str = "") -> None:
+    """Log a choice the first time it is made; a slow choice on CUDA is a warning that names its reason."""
+    level = logging.WARNING if reason else logging.INFO
+    log.log(level, "%s on %s: %s%s", op, device, backend, f" ({reason})" if reason else "")
+
+
+@functools.cache
+def scalar_gate_backward_is_broken() -> bool:
+    """True on Hopper with Triton 3.4.0 <= v < 3.7.1 and no tilelang: fla's scalar-gated backward (GDN, Mamba2, RetNet) raises
+    there because the compiler miscompiles it (fla issue 640). The per-channel kernels are not affected."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
+        return False
+    return (3, 4, 0) <= _triton_version() < (3, 7, 1) and not _installed("tilelang")
+
+
+def startup_problems() -> list[str]:
+    """One line per problem of this machine's kernels, each naming its fix; empty when there is nothing to say."""
+    if not torch.cuda.is_available():
+        return []
+    problems = []
+    if not _installed("triton") or not _installed("fla"):
+        problems.append("fla is not installed: linear mixers run on plain PyTorch; install the `cuda` extra")
+    elif scalar_gate_backward_is_broken():
+        version = ".".join(map(str, _triton_version()))
+        problems.append(
+            f"triton {version} miscompiles fla's scalar-gated backward on Hopper: GDN, Mamba2 and RetNet run on the slower "
+            "per-channel kernels; install triton >= 3.7.1 or tilelang"
+        )
+    if not _installed("flash_attn"):
+        problems.append("flash-attn is not installed: softmax attention runs on PyTorch's own cuDNN and flash kernels")
+    return problems
+
+
+def _fla_obstacle(device: str, dtype: torch.dtype) -> str:
+    """Why fla cannot run on this device and dtype; empty if it can."""
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "fla has no CPU kernels; use backend='torch', or TRITON_INTERPRET=1 in tests"
+    if device not in ("cpu", "cuda"):
+        return f"no fla kernels for device {device}"
+    if dtype == torch.float64:
+        return "fla has no fp64 kernels"
+    if not _installed("triton") or not _installed("fla"):
+        return "fla or triton is not installed; install the `cuda` extra"
+    return ""
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def _triton_version() -> tuple[int, ...]:
+    if not _installed("triton"):
+        return (0, 0, 0)
+    return tuple(int(part) for part in metadata.version("triton").split("+")[0].split(".")[:3])
+
+
+@functools.cache
+def _has_varlen() -> bool:
+    """Whether this torch has variable-length flash attention with windows, GQA and cache lengths."""
+    if not _installed("torch.nn.attention.varlen"):
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"window_size", "enable_gqa", "seqused_k"} <= set(inspect.signature(varlen_attn).parameters)
