@@ -40,6 +40,19 @@ class Cache:
         self.lengths += n_tokens if lengths is None else lengths
         self.used += n_tokens
 
+    def clear(self) -> None:
+        """Forget everything held, keeping the allocation."""
+        for loop in self.layers:
+            for layer in loop:
+                for tensor in layer.values():
+                    tensor.zero_()
+        self.rewind(0)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Set the counters back to n_tokens. Positions beyond are overwritten; recurrent states are not undone."""
+        self.lengths.fill_(n_tokens)
+        self.used = n_tokens
+
     def reorder(self, rows: Tensor) -> None:
         """Keep rows (B',) of the batch, in that order."""
         for loop in self.layers:

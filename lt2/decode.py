@@ -1,0 +1,67 @@
+"""One decode step with static shapes: replayed as a CUDA graph on a GPU, called plainly on a CPU.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lt2.cache import Cache
+from lt2.model import LoopedLM
+
+
+class GreedyStep:
+    """Feed one token per row, return the most likely next one; (B,) int64 -> (B,) int64.
+
+    On CUDA the step is captured once for this cache and replayed, so that a model of N·T small layers is not bound by
+    kernel launches. The cache must not be reallocated meanwhile.
+    """
+
+    def __init__(self, model: LoopedLM, cache: Cache, *, n_loops: int | None = None):
+        self.model, self.cache, self.n_loops = model, cache, n_loops
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.token = torch.zeros_like(cache.lengths)
+        self.next = torch.zeros_like(cache.lengths)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        self.token.copy_(token)
+        if self.token.is_cuda and self.graph is None:
+            self.capture()
+        if self.graph is None:
+            self.run()
+            return self.next.clone()
+        if self.cache.used >= self.cache.max_len:
+            raise ValueError(f"cache of {self.cache.max_len} tokens is full; allocate a longer one")
+        self.graph.replay()
+        self.cache.used += 1
+        return self.next.clone()
+
+    def run(self) -> None:
+        hidden = self.model(self.token[:, None], cache=self.cache, n_loops=self.n_loops).hidden
+        self.next.copy_(self.model.logits(hidden[:, 0]).argmax(-1))
+
+    def capture(self) -> None:
+        """Warm up and record, then put the cache back as it was: capture must not count as a decoded token."""
+        saved = [{k: v.clone() for k, v in layer.items()} for loop in self.cache.layers for layer in loop]
+        lengths, used = self.cache.lengths.clone(), self.cache.used
+
+        def restore() -> None:
+            for layer, kept in zip((layer for loop in self.cache.layers for layer in loop), saved):
+                for name, value in kept.items():
+                    layer[name].copy_(value)
+            self.cache.lengths.copy_(lengths)
+            self.cache.used = used
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.run()
+                restore()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+        restore()

@@ -1,0 +1,111 @@
+"""Prefill and decode throughput, measured apart (protocol of the paper's efficiency figure).
+
+Prefill: B·L tokens over the time to the last position's logits. Decode at context L: greedy steps after a prefill of L
+tokens, EOS off, B·steps over their time. Warm-ups are excluded; the median and quartiles over repeats are reported.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lt2.accounting import cache_bytes, forward_flops, parameters
+from lt2.config import Config
+from lt2.decode import GreedyStep
+from lt2.model import LoopedLM
+
+
+class ThroughputConfig(Config):
+    """What to measure. The defaults are the protocol; fewer steps or repeats are for a quick look."""
+
+    batch_size: int = 1
+    context: int = 1024
+    decode_steps: int = 128
+    warmups: int = 3
+    repeats: int = 5
+
+
+@torch.inference_mode()
+def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict[str, Any]:
+    """Tokens per second of prefill and decode with their quartiles, and what is needed to compare them.
+
+    Raises:
+        torch.OutOfMemoryError: with `phase` "prefill" or "decode" as its note.
+    """
+    model.eval()
+    device = model.embed.weight.device
+    dtype = model.embed.weight.dtype
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.batch_size, config.context)
+    input_ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    # one spare step for the graph's own first call
+    cache = model.init_cache(config.batch_size, config.context + config.decode_steps + 1)
+
+    def prefill() -> torch.Tensor:
+        cache.clear()
+        return model.logits(model(input_ids, cache=cache).hidden[:, -1]).argmax(-1)
+
+    prefill_times = timed(prefill, config, device)
+    token = prefill()
+    step = GreedyStep(model, cache)
+    step(token)
+
+    def decode() -> None:
+        cache.rewind(config.context + 1)
+        current = token
+        for _ in range(config.decode_steps):
+            current = step(current)
+
+    decode_times = timed(decode, config, device)
+    n_prefill = config.batch_size * config.context
+    n_decode = config.batch_size * config.decode_steps
+    return {
+        **config.model_dump(),
+        "prefill_tokens_per_s": rate(n_prefill, prefill_times),
+        "decode_tokens_per_s": rate(n_decode, decode_times),
+        "n_loops": model.config.n_loops,
+        "parameters": parameters(model.config).total,
+        "unrolled_parameters": parameters(model.config).unrolled,
+        "forward_flops_per_token": forward_flops(model.config, config.context),
+        "cache_bytes": cache_bytes(model.config, cache.max_len, batch=config.batch_size, dtype=dtype),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "cuda_graphs": step.graph is not None,
+    }
+
+
+def timed(work: Callable[[], object], config: ThroughputConfig, device: torch.device) -> list[float]:
+    """Seconds of each repeat, by CUDA events on a GPU."""
+    for _ in range(config.warmups):
+        work()
+    times = []
+    for _ in range(config.repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begin)
+    return times
+
+
+def rate(tokens: int, times: list[float]) -> dict[str, float]:
+    """Median and quartiles of tokens per second."""
+    rates = sorted(tokens / t for t in times)
+    low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else (rates[0],) * 3
+    return {"median": statistics.median(rates), "q1": low, "q3": high}
