@@ -38,8 +38,8 @@ def causal_attention(
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """One query per sequence against its cache: q (B, 1, Hq, D); k_cache, v_cache (B, M, Hkv, D); lengths (B,) int >= 1, how
-    many cache entries of each sequence are valid (the new token's included). Returns (B, 1, Hq, D)."""
+    """One query per sequence against its cache: q (B, 1, Hq, D); k_cache, v_cache (B, M, Hkv, D); lengths (B,) int
+    >= 1, how many cache entries of each sequence are valid (the new token's included). Returns (B, 1, Hq, D)."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = dispatch.attention_backend("attention_decode", q)
     if backend == "flash_attn":
@@ -64,7 +64,8 @@ def attention_decode(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Causal or windowed attention inside the pieces of a packed layout, by variable-length flash kernels (CUDA, half)."""
+    """Causal or windowed attention inside the pieces of a packed layout, by variable-length flash kernels (CUDA,
+    half)."""
     length = q.shape[1]  # an upper bound on any piece, known without asking the device
     offsets = layout.cu_seqlens
     flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))

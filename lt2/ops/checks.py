@@ -14,7 +14,8 @@ def check_sequence(
     initial_state: Tensor | None,
     reset: Tensor | None,
 ) -> None:
-    """Raise ValueError unless q, k (B, L, H, K); v (B, L, H, V); g (B, L, H[, K]); beta (B, L, H); state (B, H, K, V)."""
+    """Raise ValueError unless q, k (B, L, H, K); v (B, L, H, V); g (B, L, H[, K]); beta (B, L, H); state (B, H, K,
+    V)."""
     if q.ndim != 4 or q.shape[1] == 0:
         raise ValueError(f"q must be (B, L, H, K) with L >= 1, got {tuple(q.shape)}")
     batch, length, heads, key_dim = q.shape

@@ -1,8 +1,9 @@
 """What the two chunkwise recurrences share: the chunk-major layout, decays inside a chunk, and document boundaries.
 
-Layout: (B, L, H, D) becomes (N, B·H, C, D): chunk first, so that the only sequential part, the walk over N chunks, reads
-contiguous slices. A chunk sees its past only through the state, hence three decays per token: from the chunk's start to
-the token (`into`), from the token to the chunk's end (`out`), and across the whole chunk (`through`).
+Layout: (B, L, H, D) becomes (N, B·H, C, D): chunk first, so that the only sequential part, the walk over N chunks,
+reads contiguous slices. A chunk sees its past only through the state, hence three decays per token: from the
+chunk's start to the token (`into`), from the token to the chunk's end (`out`), and across the whole chunk
+(`through`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A decay below e^-80 (1.8e-35) wipes the state in any precision we use. Clamping there keeps sums of log-decays small enough
-# for their differences to be accurate, and makes g = -inf (a gate of exactly 0) safe. The true gradient there is e^-80 too.
+# A decay below e^-80 (1.8e-35) wipes the state in any precision we use. Clamping there keeps sums of log-decays
+# small enough for their differences to be accurate, and makes g = -inf (a gate of exactly 0) safe. The true
+# gradient there is e^-80 too.
 MIN_LOG_DECAY = -80.0
 
 # Per-channel decays are compared pairwise by explicit broadcast inside blocks of this many tokens.
@@ -39,7 +41,8 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class Decays:
-    """Decay factors of one chunking: into, out (N, B·H, C, 1|K) and through (N, B·H, 1|K, 1); `log` is their running sum."""
+    """Decay factors of one chunking: into, out (N, B·H, C, 1|K) and through (N, B·H, 1|K, 1); `log` is their
+    running sum."""
 
     log: Tensor
     into: Tensor
@@ -53,12 +56,14 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def chunk_length(length: int, largest: int) -> int:
-    """Chunk size for a sequence of `length` tokens: `largest`, or less for a short sequence (a multiple of SUB_BLOCK)."""
+    """Chunk size for a sequence of `length` tokens: `largest`, or less for a short sequence (a multiple of
+    SUB_BLOCK)."""
     return min(largest, -(-length // SUB_BLOCK) * SUB_BLOCK)
 
 
 def to_chunks(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
-    """(B, L, H, D) -> (N, B·H, C, D), zero-padded at the end of L. Zero k, v, β and log-decay leave the state unchanged."""
+    """(B, L, H, D) -> (N, B·H, C, D), zero-padded at the end of L. Zero k, v, β and log-decay leave the state
+    unchanged."""
     batch, length, heads, dim = x.shape
     count = -(-length // chunk)
     padding = count * chunk - length
@@ -130,7 +135,8 @@ def decays(g: Tensor, edges: Boundaries) -> Decays:
 def decayed_scores(rows: list[Tensor], k: Tensor, decay: Decays, edges: Boundaries) -> list[Tensor]:
     """For each x in rows: M[i, j] = Σ_c x[i, c] k[j, c] exp(log[i, c] - log[j, c]) for visible j <= i, else 0.
 
-    rows, k: (N, B·H, C, K). Returns one (N, B·H, C, C) per row operand. Safe for any gate: every exponent taken is <= 0.
+    rows, k: (N, B·H, C, K). Returns one (N, B·H, C, C) per row operand. Safe for any gate: every exponent taken is
+    <= 0.
     """
     if decay.log.shape[-1] == 1:
         return _scores_scalar(rows, k, decay.log, edges)
@@ -147,8 +153,9 @@ def _scores_scalar(rows: list[Tensor], k: Tensor, log: Tensor, edges: Boundaries
 
 
 def _scores_per_channel(rows: list[Tensor], k: Tensor, log: Tensor) -> list[Tensor]:
-    """exp(log_i - log_j) does not factor safely over a whole chunk, so rows are handled in blocks of SUB_BLOCK tokens:
-    pairs inside a block by broadcast, pairs with earlier blocks by a matmul with both decays anchored at the block's start."""
+    """exp(log_i - log_j) does not factor safely over a whole chunk, so rows are handled in blocks of SUB_BLOCK
+    tokens: pairs inside a block by broadcast, pairs with earlier blocks by a matmul with both decays anchored at
+    the block's start."""
     size, dtype = SUB_BLOCK, k.dtype
     count = k.shape[-2] // size
     blocked = [x.unflatten(-2, (count, size)) for x in (*rows, k, log)]

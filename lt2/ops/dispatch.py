@@ -1,7 +1,7 @@
 """Which implementation an op runs on: PyTorch on CPU; fla and flash kernels on CUDA. Every choice is logged once.
 
-fla has no CPU path, except under Triton's interpreter (TRITON_INTERPRET=1), where CPU tensors take the fla path so that tests
-reach the real kernels.
+fla has no CPU path, except under Triton's interpreter (TRITON_INTERPRET=1), where CPU tensors take the fla path so
+that tests reach the real kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOPPER = (9, 0)
 
 
 def backend_for(op: str, tensor: Tensor, requested: str = "auto") -> str:
-    """ "torch" or "fla" for a recurrent op on `tensor`'s device and dtype.
+    """Return "torch" or "fla" for a recurrent op on `tensor`'s device and dtype.
 
     Raises ValueError for an unknown `requested`, or for "fla" where its kernels cannot run.
     """
@@ -41,7 +41,8 @@ def backend_for(op: str, tensor: Tensor, requested: str = "auto") -> str:
 
 
 def attention_backend(op: str, tensor: Tensor) -> str:
-    """ "flash_attn", "varlen" (torch's own flash kernels) or "torch" for a softmax op on `tensor`'s device and dtype."""
+    """Return "flash_attn", "varlen" (torch's own flash kernels) or "torch" for a softmax op on `tensor`'s device and
+    dtype."""
     backend = "torch"
     if tensor.is_cuda and tensor.dtype in HALF:
         backend = "flash_attn" if _installed("flash_attn") else "varlen" if _has_varlen() else "torch"
@@ -58,8 +59,9 @@ def announce(op: str, device: str, backend: str, reason: str = "") -> None:
 
 @functools.cache
 def scalar_gate_backward_is_broken() -> bool:
-    """True on Hopper with Triton 3.4.0 <= v < 3.7.1 and no tilelang: fla's scalar-gated backward (GDN, Mamba2, RetNet) raises
-    there because the compiler miscompiles it (fla issue 640). The per-channel kernels are not affected."""
+    """True on Hopper with Triton 3.4.0 <= v < 3.7.1 and no tilelang: fla's scalar-gated backward (GDN, Mamba2,
+    RetNet) raises there because the compiler miscompiles it (fla issue 640). The per-channel kernels are not
+    affected."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return False
     return (3, 4, 0) <= _triton_version() < (3, 7, 1) and not _installed("tilelang")
@@ -75,11 +77,11 @@ def startup_problems() -> list[str]:
     elif scalar_gate_backward_is_broken():
         version = ".".join(map(str, _triton_version()))
         problems.append(
-            f"triton {version} miscompiles fla's scalar-gated backward on Hopper: GDN, Mamba2 and RetNet run on the slower "
-            "per-channel kernels; install triton >= 3.7.1 or tilelang"
+            f"triton {version} miscompiles fla's scalar-gated backward on Hopper: GDN, Mamba2 and RetNet run on "
+            "the slower per-channel kernels; install triton >= 3.7.1 or tilelang"
         )
     if not _installed("flash_attn"):
-        problems.append("flash-attn is not installed: softmax attention runs on PyTorch's own cuDNN and flash kernels")
+        problems.append("flash-attn is not installed: softmax attention runs on PyTorch's own kernels")
     return problems
 
 

@@ -1,4 +1,5 @@
-"""Our recurrent ops on flash-linear-attention's Triton kernels: argument order, dtypes, scales, states and packed documents.
+"""Our recurrent ops on flash-linear-attention's Triton kernels: argument order, dtypes, scales, states and packed
+documents.
 
 fla is imported inside the functions: importing it starts Triton, which CPU users need not have. All kernels take
 (B, L, H, D) and keep states as (B, H, K, V) in fp32, as we do. Documents become pieces of one flattened sequence.
@@ -53,7 +54,8 @@ def gated_delta_rule(
 def gated_linear_attention_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """fused_recurrent_simple_gla or fused_recurrent_gla on one token. Shapes as `lt2.ops.gated_linear_attention_step`."""
+    """fused_recurrent_simple_gla or fused_recurrent_gla on one token. Shapes as
+    `lt2.ops.gated_linear_attention_step`."""
     from fla.ops.gla import fused_recurrent_gla
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
@@ -65,7 +67,8 @@ def gated_linear_attention_step(
 def gated_delta_rule_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, scale: float, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """fused_recurrent_delta_rule, _gated_delta_rule or _kda on one token. Shapes as `lt2.ops.gated_delta_rule_step`."""
+    """fused_recurrent_delta_rule, _gated_delta_rule or _kda on one token. Shapes as
+    `lt2.ops.gated_delta_rule_step`."""
     from fla.ops.delta_rule import fused_recurrent_delta_rule
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
     from fla.ops.kda import fused_recurrent_kda
@@ -139,7 +142,8 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _piece_states(state: Tensor | None, reset: Tensor, layout: PackedLayout) -> Tensor | None:
-    """(B, H, K, V) row states -> (N, H, K, V): a row's first piece starts from it unless reset at once, the others from zero."""
+    """(B, H, K, V) row states -> (N, H, K, V): a row's first piece starts from it unless reset at once, the others
+    from zero."""
     if state is None:
         return None
     state = state.masked_fill(reset[:, 0, None, None, None], 0.0)

@@ -1,7 +1,8 @@
-"""The gated delta rule, S_t = (I - β_t k_t k_tᵀ) Diag(exp g_t) S_{t-1} + β_t k_t v_tᵀ: DeltaNet, GDN (scalar decay), KDA (per channel).
+"""The gated delta rule, S_t = (I - β_t k_t k_tᵀ) Diag(exp g_t) S_{t-1} + β_t k_t v_tᵀ: DeltaNet, GDN (scalar
+decay), KDA (per channel).
 
-Chunkwise WY form of Yang et al. 2024 (DeltaNet arXiv:2406.06484, Gated DeltaNet arXiv:2412.06464) in PyTorch; on CUDA the
-same call runs fla's kernels.
+Chunkwise WY form of Yang et al. 2024 (DeltaNet arXiv:2406.06484, Gated DeltaNet arXiv:2412.06464) in PyTorch; on
+CUDA the same call runs fla's kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """o_t = scale · S_tᵀ q_t over a sequence, differentiable in every float input.
 
-    q, k: (B, L, H, K), k L2-normalised by the caller; v: (B, L, H, V); g: natural-log decay <= 0, (B, L, H) per head or
-    (B, L, H, K) per channel, None for no decay; beta: (B, L, H) in [0, 2]; scale: K^-0.5 by default;
+    q, k: (B, L, H, K), k L2-normalised by the caller; v: (B, L, H, V); g: natural-log decay <= 0, (B, L, H) per
+    head or (B, L, H, K) per channel, None for no decay; beta: (B, L, H) in [0, 2]; scale: K^-0.5 by default;
     initial_state: (B, H, K, V); reset: (B, L) bool, True where the state is zeroed before the token;
     backend: "auto", "torch" or "fla".
     Returns o (B, L, H, V) in v's dtype and the final state (B, H, K, V), fp32 (fp64 for fp64 inputs), or None.
@@ -96,8 +97,8 @@ def _chunkwise(
     q, k, v_chunks, beta = (chunking.to_chunks(x, chunk, dtype) for x in (q, k, v, beta.unsqueeze(-1)))
     q, k_beta = q * scale, k * beta
 
-    # Within a chunk the values actually written, u - w S, solve (I + tril(βk kᵀ ∘ decay, -1)) x = [βv | βk·decay] S-linearly.
-    # `unitriangular` makes the solve ignore the diagonal, so it need not be cleared.
+    # Within a chunk the values actually written, u - w S, solve (I + tril(βk kᵀ ∘ decay, -1)) x = [βv | βk·decay]
+    # S-linearly. `unitriangular` makes the solve ignore the diagonal, so it need not be cleared.
     interaction, scores = chunking.decayed_scores([k_beta, q], k, decay, edges)
     right = torch.cat([v_chunks * beta, k_beta * decay.into], dim=-1)
     solved = torch.linalg.solve_triangular(interaction, right, upper=False, unitriangular=True)

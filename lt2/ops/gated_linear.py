@@ -1,4 +1,5 @@
-"""Gated linear attention, S_t = Diag(exp g_t) S_{t-1} + k_t v_tᵀ: LA, RetNet, Mamba2 (scalar decay), GLA, HGRN2 (per channel).
+"""Gated linear attention, S_t = Diag(exp g_t) S_{t-1} + k_t v_tᵀ: LA, RetNet, Mamba2 (scalar decay), GLA, HGRN2
+(per channel).
 
 Chunkwise form of Yang et al. 2023 (GLA, arXiv:2312.06635) in PyTorch; on CUDA the same call runs fla's kernels.
 """
@@ -29,9 +30,9 @@ def gated_linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """o_t = scale · S_tᵀ q_t over a sequence, differentiable in every float input.
 
-    q, k: (B, L, H, K); v: (B, L, H, V); g: natural-log decay <= 0, (B, L, H) per head or (B, L, H, K) per channel, None for no
-    decay; scale: K^-0.5 by default; initial_state: (B, H, K, V); reset: (B, L) bool, True where the state is zeroed before
-    the token; backend: "auto", "torch" or "fla".
+    q, k: (B, L, H, K); v: (B, L, H, V); g: natural-log decay <= 0, (B, L, H) per head or (B, L, H, K) per channel,
+    None for no decay; scale: K^-0.5 by default; initial_state: (B, H, K, V); reset: (B, L) bool, True where the
+    state is zeroed before the token; backend: "auto", "torch" or "fla".
     Returns o (B, L, H, V) in v's dtype and the final state (B, H, K, V), fp32 (fp64 for fp64 inputs), or None.
     Raises ValueError for shapes that do not match.
     """

@@ -16,8 +16,8 @@ def windowed_attention(
 ) -> Tensor:
     """q (B, L, Hq, D); k, v (B, L, Hkv, D), Hq a multiple of Hkv; returns (B, L, Hq, D).
 
-    window >= 1, the token itself included; doc_ids: (B, L), tokens see only their own document; scale: D^-0.5 by default.
-    Raises ValueError for window < 1.
+    window >= 1, the token itself included; doc_ids: (B, L), tokens see only their own document; scale: D^-0.5 by
+    default. Raises ValueError for window < 1.
     """
     if window < 1:
         raise ValueError(f"window must be >= 1 (it includes the token itself), got {window}")
