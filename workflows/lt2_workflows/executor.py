@@ -1,0 +1,298 @@
+"""Runs a workflow: steps in dependency order, independent ones side by side, each attempt in its own process.
+
+The driver holds no state that matters: what is finished, running or failed is read from storage, so it may be killed at
+any moment and started again. A step whose attempt was cut off is taken over once its lease is released or stale.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lt2.config import ConfigError
+from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
+from lt2_workflows.graph import STEP_TYPES, Step, Workflow
+from lt2_workflows.provenance import drift, provenance
+from lt2_workflows.records import TTL_S, Events, Watch, describe_holder, read_done, write_workflow
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+
+# Infrastructure errors do not count against a step's retries, but a step that only ever kills its worker must end.
+MAX_INFRASTRUCTURE_RETRIES = 20
+STOP_GRACE_S = 20.0
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended: state is done, skipped, failed, bad_input, blocked (a step it needs failed) or interrupted."""
+
+    state: str
+    attempt: int = 0
+    error: str | None = None
+    log: str | None = None
+
+
+@dataclass
+class Driver:
+    """What the threads of one `run` share."""
+
+    storage: Storage
+    workflow: Workflow
+    events: Events
+    say: Say
+    ttl_s: float
+    wait_for_others: bool
+    environment: Mapping[str, str]
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def tell(self, step: Step, event: str, **details: Any) -> None:
+        message = {"step": step.name, "event": event, **details}
+        if event != "progress":
+            self.events.add(message)
+        self.say(message)
+
+
+def run(
+    workflow: Workflow,
+    storage: Storage,
+    *,
+    only: str | None = None,
+    wait_for_others: bool = True,
+    ttl_s: float = TTL_S,
+    say: Say = lambda event: None,
+) -> dict[str, Outcome]:
+    """Bring the workflow (or its step `only`, whose inputs must be finished) to its end; the outcome of each step.
+
+    `say` is called, from several threads, with {"step", "event", …} for everything that happens. Bad input that can be
+    seen beforehand, an unwritable root included, raises ConfigError before anything is written. KeyboardInterrupt
+    (SIGTERM as well, see the CLI) stops the running attempts, releases their leases and is raised again.
+    """
+    chosen = _choose(workflow, storage, only)
+    storage.check_writable()
+    pending = [step for step in chosen.values() if read_done(storage, step) is None]
+    for step in pending:
+        check = STEP_TYPES[step.config.type].check
+        if check is not None:
+            check(step.config)
+    write_workflow(storage, workflow)
+    with _ray_for(pending) as environment:
+        events = Events(storage, workflow.id)
+        driver = Driver(storage, workflow, events, say, ttl_s, wait_for_others, environment)
+        return _run_graph(driver, chosen)
+
+
+def _choose(workflow: Workflow, storage: Storage, only: str | None) -> dict[str, Step]:
+    if only is None:
+        return workflow.steps
+    if only not in workflow.steps:
+        raise ConfigError(f"workflow {workflow.name} has no step {only!r}; its steps: {', '.join(workflow.steps)}")
+    step = workflow.steps[only]
+    missing = [need for need in step.needs if read_done(storage, workflow.steps[need]) is None]
+    if missing:
+        raise ConfigError(f"step {only!r} needs {', '.join(missing)}, not finished in {storage.root}; run that first")
+    return {only: step}
+
+
+def _run_graph(driver: Driver, steps: Mapping[str, Step]) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    running: dict[Future[Outcome], str] = {}
+    with ThreadPoolExecutor(max_workers=len(steps) or 1, thread_name_prefix="step") as pool:
+        try:
+            while len(outcomes) < len(steps):
+                for name, step in steps.items():
+                    if name in outcomes or name in running.values():
+                        continue
+                    needs = [outcomes.get(need) for need in step.needs if need in steps]
+                    if any(need is not None and need.state not in ("done", "skipped") for need in needs):
+                        failed = [need for need in step.needs if outcomes[need].state not in ("done", "skipped")]
+                        outcomes[name] = Outcome("blocked", error=f"needs {', '.join(failed)}")
+                        driver.tell(step, "blocked", error=outcomes[name].error)
+                    elif all(needs):
+                        running[pool.submit(_drive, driver, step)] = name
+                if not running:
+                    continue
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    outcomes[running.pop(future)] = future.result()
+        except BaseException:
+            driver.stopping.set()  # the threads stop their attempts, and leaving the pool waits for them
+            raise
+    return outcomes
+
+
+def _drive(driver: Driver, step: Step) -> Outcome:
+    """Attempt a step until it is done, its retries are used up, or the driver stops."""
+    failures = lost = 0
+    watch = Watch(driver.storage, step.folder)
+    ran = False
+    while True:
+        done = read_done(driver.storage, step)
+        if done is not None:
+            return _finished(driver, step, done, ran)
+        newest = _wait_for_turn(driver, step, watch)
+        if newest is None:
+            continue
+        if driver.stopping.is_set():
+            return Outcome("interrupted")
+        ran = True
+        code, details = _attempt(driver, step, newest + 1)
+        attempt, error = newest + 1, details.get("error")
+        log = driver.storage.join(step.folder, f"attempts/{attempt}/log")
+        if code == DONE or code == BUSY:
+            continue
+        if code == BAD_INPUT:
+            driver.tell(step, "failed", attempt=attempt, error=error, log=log)
+            return Outcome("bad_input", attempt, error, log)
+        if driver.stopping.is_set():
+            driver.tell(step, "interrupted", attempt=attempt)
+            return Outcome("interrupted", attempt)
+        infrastructure = code in (INFRASTRUCTURE, INTERRUPTED)
+        lost += infrastructure
+        failures += not infrastructure
+        if failures > step.config.resources.retries or lost > MAX_INFRASTRUCTURE_RETRIES:
+            driver.tell(step, "failed", attempt=attempt, error=error, log=log)
+            return Outcome("failed", attempt, error, log)
+        driver.tell(step, "retry", attempt=attempt, error=error, log=log, infrastructure=infrastructure)
+        driver.stopping.wait(min(30.0, 2.0 ** (failures + lost - 1)))
+
+
+def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Outcome:
+    log = driver.storage.join(step.folder, f"attempts/{done['attempt']}/log")
+    if ran:
+        driver.tell(step, "done", attempt=done["attempt"], result=done["result"])
+        return Outcome("done", done["attempt"], log=log)
+    changed = drift(done["provenance"], provenance())
+    driver.tell(step, "skipped", attempt=done["attempt"], result=done["result"], drift=changed)
+    return Outcome("skipped", done["attempt"], log=log)
+
+
+def _wait_for_turn(driver: Driver, step: Step, watch: Watch) -> int | None:
+    """The newest attempt's number once no living process holds it; None when the step got done meanwhile."""
+    told = False
+    while not driver.stopping.is_set():
+        newest, holder = watch.holder()
+        if holder is None:
+            return newest
+        if read_done(driver.storage, step) is not None:
+            return None
+        if not told:
+            # Of a holder that has just died we cannot tell yet; it costs its time-to-live to be sure.
+            driver.tell(step, "waiting", attempt=newest, holder=describe_holder(holder), ttl_s=holder["ttl_s"])
+            told = True
+        if not driver.wait_for_others and watch.heard():
+            raise ConfigError(
+                f"step {step.name} is being run by {describe_holder(holder)}; wait for it or run without --no-wait"
+            )
+        driver.stopping.wait(min(1.0, driver.ttl_s / 10))
+    return 0
+
+
+def _attempt(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, Any]]:
+    """Run one attempt in a child process; (exit code of lt2_workflows.attempt, its last event)."""
+    job = {
+        "record": driver.workflow.record(),
+        "storage": driver.storage.root,
+        "step": step.name,
+        "attempt": number,
+        "ttl_s": driver.ttl_s,
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-m", "lt2_workflows.attempt"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(driver.environment),
+        start_new_session=True,  # Ctrl-C reaches the driver alone, which then stops its children in order
+    )
+    assert child.stdin is not None
+    with suppress(BrokenPipeError):
+        child.stdin.write(json.dumps(job) + "\n")
+        child.stdin.flush()
+    last: dict[str, Any] = {}
+    for event in _events(driver, child):
+        if event["event"] in ("started", "progress"):
+            driver.tell(step, event.pop("event"), **event)
+        else:
+            last = event
+    code = child.wait()
+    with suppress(BrokenPipeError):
+        child.stdin.close()
+    if code >= 0:
+        return code, last or {"error": f"the process ended with code {code} before it could say why"}
+    name = signal.Signals(-code).name
+    return FAILED if -code in CRASHES else INFRASTRUCTURE, {"error": f"the process was ended by {name}"}
+
+
+def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    """The child's events until it ends; asks it to stop, then kills it, when the driver is stopping."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    asked: float | None = None
+    while True:
+        if driver.stopping.is_set() and asked is None:
+            child.terminate()
+            asked = time.monotonic()
+        if asked is not None and time.monotonic() - asked > STOP_GRACE_S:
+            child.kill()
+        try:
+            line = lines.get(timeout=0.2)
+        except queue.Empty:
+            # A grandchild may keep the pipe open after the attempt itself has ended.
+            if child.poll() is not None and lines.empty():
+                return
+            continue
+        if line is None:
+            return
+        yield json.loads(line)
+
+
+@contextmanager
+def _ray_for(pending: list[Step]) -> Iterator[dict[str, str]]:
+    """The environment of attempts: inside a cluster as it is, else with the address of a Ray started for this run.
+
+    One Ray for all steps, so that branches running side by side share the machine's CPUs instead of each taking all.
+    """
+    environment = dict(os.environ)
+    if "RAY_ADDRESS" in environment or not any(step.config.uses_ray for step in pending):
+        yield environment
+        return
+    import ray
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
+    workers = max(step.config.resources.num_workers for step in pending)
+    folder = tempfile.mkdtemp(prefix="lt2-ray-")
+    cpus = max(os.cpu_count() or 1, workers + 1)
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    if in_main_thread:
+        signal.signal(signal.SIGTERM, on_terminate)  # ray.init put its own in place
+    try:
+        environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        yield environment
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)

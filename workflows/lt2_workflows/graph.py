@@ -1,0 +1,190 @@
+"""Workflows as pure data: steps, the references between them, and what identifies a step.
+
+A workflow is a name and a mapping from step name to a frozen config. A config that needs another step's output holds a
+`Ref`; the graph is found by walking the configs, so a dependency can never be declared and forgotten. Nothing here
+touches storage, Ray or torch.
+
+A step is identified by its fingerprint: sha256 of its config with defaults left out, where each reference is replaced
+by the fingerprint of the step it names. Storage location, resources and code are not part of it, so a finished step is
+found again from another machine, with other worker counts, and after a new defaulted field was added to its config.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from lt2.config import Config, ConfigError
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+
+
+class Ref(Config):
+    """The output folder of the step called `step`. Subclasses say which kind of output they accept."""
+
+    accepts: ClassVar[str] = ""
+    step: str
+
+
+class Resources(Config):
+    """How a step runs, never what it computes: no field of it enters a fingerprint."""
+
+    num_workers: int = Field(1, ge=1)
+    retries: int = Field(2, ge=0)
+
+
+class StepConfig(Config):
+    """Base of every step's config. Subclasses set `type` to a literal default and `produces` to their kind of output."""
+
+    produces: ClassVar[str] = ""
+    uses_ray: ClassVar[bool] = False
+    type: str
+    resources: Resources = Resources()
+
+
+@dataclass(frozen=True)
+class StepType:
+    """The code behind a config: `run` does the work; `check` rejects bad input before anything is written."""
+
+    config: type[StepConfig]
+    run: Callable[[Any, Any], dict[str, Any]]
+    check: Callable[[Any], None] | None
+
+
+STEP_TYPES: dict[str, StepType] = {}
+
+
+def step_type(config: type[StepConfig], *, check: Callable[[Any], None] | None = None):
+    """Register the decorated `run(config, context) -> result` (JSON-able) as the code of steps with this config."""
+
+    def register(run: Callable[[Any, Any], dict[str, Any]]):
+        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check)
+        return run
+
+    return register
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step in its place: `needs` are the steps its config refers to, `folder` is relative to the storage root."""
+
+    name: str
+    config: StepConfig
+    fingerprint: str
+    needs: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.fingerprint[:8]}"
+
+    @property
+    def folder(self) -> str:
+        return f"steps/{self.id}"
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """`Workflow("quickstart", {"prepare": PrepareStep(...), "pretrain": PretrainStep(data=DatasetRef(...))})`.
+
+    Raises ConfigError for a bad name, a reference to a missing step or to the wrong kind of output, and for cycles.
+    `recipe_file` is the Python file that defines its own step types, if any.
+    """
+
+    name: str
+    configs: Mapping[str, StepConfig]
+    recipe_file: str | None = None
+
+    @cached_property
+    def steps(self) -> dict[str, Step]:
+        """All steps in an order in which they can run."""
+        for name in (self.name, *self.configs):
+            if not NAME.fullmatch(name):
+                raise ConfigError(f"{name!r} is not a usable name; use lower-case letters, digits, '-' and '_'")
+        needs = {name: self._needs(name) for name in self.configs}
+        try:
+            order = list(graphlib.TopologicalSorter(needs).static_order())
+        except graphlib.CycleError as error:
+            raise ConfigError(
+                f"workflow {self.name}: steps refer to each other: {' -> '.join(error.args[1])}"
+            ) from None
+        steps: dict[str, Step] = {}
+        for name in order:
+            identities = {need: steps[need].fingerprint for need in needs[name]}
+            steps[name] = Step(name, self.configs[name], fingerprint(self.configs[name], identities), needs[name])
+        return steps
+
+    @property
+    def id(self) -> str:
+        parts = {name: step.fingerprint for name, step in self.steps.items()}
+        return f"{self.name}-{_digest(parts)[:8]}"
+
+    def record(self) -> dict[str, Any]:
+        """Everything needed to run this again, defaults included: the form that is stored, overridden and replayed."""
+        steps = {name: config.model_dump(mode="json") for name, config in self.configs.items()}
+        return {"workflow": self.name, "recipe_file": self.recipe_file, "steps": steps}
+
+    def _needs(self, name: str) -> tuple[str, ...]:
+        needs = []
+        for ref in refs(self.configs[name]):
+            target = self.configs.get(ref.step)
+            if target is None:
+                raise ConfigError(f"{name}: refers to step {ref.step!r}, which is not in {sorted(self.configs)}")
+            if ref.accepts and target.produces != ref.accepts:
+                made = target.produces or "nothing to refer to"
+                raise ConfigError(f"{name}: needs a {ref.accepts}, but step {ref.step!r} produces {made}")
+            needs.append(ref.step)
+        return tuple(dict.fromkeys(needs))
+
+
+def refs(value: Any) -> Iterator[Ref]:
+    """Every reference inside a config, however deeply nested."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, Config):
+        for field in type(value).model_fields:
+            yield from refs(getattr(value, field))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from refs(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from refs(item)
+
+
+def fingerprint(config: StepConfig, identities: Mapping[str, str]) -> str:
+    """Hex sha256 of the canonical form of `config`; `identities` gives the fingerprint of each step it refers to."""
+    return _digest(canonical(config, identities))
+
+
+def canonical(value: Any, identities: Mapping[str, str]) -> Any:
+    """JSON form in which a field at its default is absent, `type` tags stay, and references are identities."""
+    if isinstance(value, Ref):
+        return {"ref": identities[value.step]}
+    if isinstance(value, Config):
+        kept = {}
+        for name, field in type(value).model_fields.items():
+            item = getattr(value, name)
+            if isinstance(item, Resources):
+                continue
+            if name != "type" and item == field.get_default(call_default_factory=True):
+                continue
+            kept[name] = canonical(item, identities)
+        return kept
+    if isinstance(value, Mapping):
+        return {str(key): canonical(item, identities) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [canonical(item, identities) for item in value]
+    return value
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()

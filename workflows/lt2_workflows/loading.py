@@ -1,0 +1,276 @@
+"""From what the user typed to a `Workflow`: recipes, recorded workflows and `--set` overrides, with errors that help.
+
+A recipe is a function without arguments that returns a Workflow. It is named by a shipped name, by
+`path/to/file.py:function`, or replaced by the path of a resolved YAML or JSON record such as `workflows/<id>/dag.json`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from lt2.config import ConfigError, explain, load_source
+from lt2_workflows.graph import STEP_TYPES, Workflow
+
+RECORD_SUFFIXES = {".yaml", ".yml", ".json"}
+
+
+def load_workflow(recipe: str, overrides: Sequence[str] = ()) -> Workflow:
+    """The workflow that RECIPE and its `--set key=value` overrides describe. Raises ConfigError for any mistake."""
+    importlib.import_module("lt2_workflows.steps")
+    lines: dict[tuple[str, ...], int] = {}
+    path, _, function = recipe.rpartition(":")
+    if Path(recipe).suffix in RECORD_SUFFIXES:
+        record, lines = _read_record(recipe)
+    elif path.endswith(".py"):
+        record = _workflow_of(_function_in_file(path, function), recipe).record()
+        record["recipe_file"] = str(Path(path).expanduser().resolve())
+    else:
+        record = _workflow_of(_shipped(recipe), recipe).record()
+    apply_overrides(record["steps"], [parse_override(text) for text in overrides])
+    return workflow_from_record(record, source=recipe, lines=lines)
+
+
+def shipped_recipes() -> dict[str, Callable[[], Workflow]]:
+    """Every function in lt2_workflows.recipes that is annotated to return a Workflow, by name."""
+    from lt2_workflows import recipes
+
+    found = {}
+    for info in pkgutil.iter_modules(recipes.__path__):
+        module = importlib.import_module(f"{recipes.__name__}.{info.name}")
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            own = function.__module__ == module.__name__ and not name.startswith("_")
+            if own and function.__annotations__.get("return") in (Workflow, "Workflow"):
+                found[name] = function
+    return found
+
+
+def workflow_from_record(
+    record: dict[str, Any], *, source: str, lines: dict[tuple[str, ...], int] | None = None
+) -> Workflow:
+    """Validate a record {"workflow", "steps": {name: {"type", …}}}; `lines` maps key paths to lines of its file."""
+    lines = lines or {}
+    problems: list[str] = []
+    configs = {}
+    for name, raw in record["steps"].items():
+        place = _place(source, lines, ("steps", name))
+        if not isinstance(raw, dict) or raw.get("type") not in STEP_TYPES:
+            kind = raw.get("type") if isinstance(raw, dict) else raw
+            problems.append(f"{place}: {name}.type: unknown step type {kind!r}{_nearest(kind, STEP_TYPES)}")
+            continue
+        try:
+            configs[name] = STEP_TYPES[raw["type"]].config.model_validate(raw)
+        except ValidationError as error:
+            problems += _explain(error, name, raw, source, lines)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    workflow = Workflow(record["workflow"], configs, record.get("recipe_file"))
+    _ = workflow.steps  # checks names, references and cycles
+    return workflow
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """'a.b=3e-4' -> ('a.b', 0.0003). The value is YAML 1.2; what is not a number, list, … is taken literally."""
+    key, equals, raw = text.partition("=")
+    if not equals or not key or any(not part for part in key.split(".")):
+        raise ConfigError(f"--set {text}: expected key=value, e.g. --set pretrain.train.lr=3e-4")
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        value = YAML(typ="safe", pure=True).load(raw)
+    except YAMLError:
+        return key, raw  # '*.txt' and the like
+    quoted = raw.startswith(("'", '"'))
+    literal = (isinstance(value, str) and not quoted) or not raw or not _is_json(value)
+    return key, raw if literal else value
+
+
+def apply_overrides(steps: dict[str, Any], overrides: Sequence[tuple[str, Any]]) -> None:
+    """Set values in the record in place. `type` goes first and, when it changes, clears the siblings of the old type."""
+    keys = [key for key, _ in overrides]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"--set {key} is given more than once; keep one")
+        name = key.split(".")[0]
+        if name not in steps:
+            raise ConfigError(f"--set {key}: unknown step {name!r}{_nearest(name, steps)}")
+    by_type_then_depth = sorted(overrides, key=lambda item: (not item[0].endswith(".type"), item[0].count(".")))
+    for key, value in by_type_then_depth:
+        _set(steps, key, value)
+
+
+def _set(steps: dict[str, Any], key: str, value: Any) -> None:
+    here: Any = steps
+    parts = key.split(".")
+    for depth, part in enumerate(parts[:-1]):
+        here = _enter(here, part, key, ".".join(parts[:depth]))
+    last = parts[-1]
+    if isinstance(here, list):
+        _enter(here, last, key, ".".join(parts[:-1]))
+        here[int(last)] = value
+        return
+    if not isinstance(here, dict):
+        raise ConfigError(f"--set {key}: {'.'.join(parts[:-1])} is {here!r}, which has no keys")
+    if last == "type" and here.get("type") != value:
+        here.clear()
+    here[last] = value
+
+
+def _enter(here: Any, part: str, key: str, parent: str) -> Any:
+    if isinstance(here, dict):
+        if here.get(part) is None:
+            here[part] = {}
+        return here[part]
+    if isinstance(here, list):
+        if not part.isdigit() or int(part) >= len(here):
+            raise ConfigError(f"--set {key}: {parent} has {len(here)} items; {part!r} is not the index of one")
+        return here[int(part)]
+    raise ConfigError(f"--set {key}: {parent} is {here!r}, which has no keys")
+
+
+def _shipped(name: str) -> Callable[[], Workflow]:
+    recipes = shipped_recipes()
+    if name not in recipes:
+        raise ConfigError(
+            f"unknown recipe {name!r}{_nearest(name, recipes)}; see `lt2 recipes`, or give file.py:function"
+        )
+    return recipes[name]
+
+
+def _function_in_file(path: str, function: str) -> Callable[[], Workflow]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"recipe file {path} does not exist")
+    load_source(str(file))
+    resolved = str(file.resolve())
+    named = ((name, getattr(loaded, "__file__", None)) for name, loaded in sys.modules.items())
+    module = sys.modules[next(name for name, path in named if name.startswith("lt2_user_") and path == resolved)]
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ConfigError(f"{path} has no function {function!r}{_nearest(function, names)}")
+    return found
+
+
+def _workflow_of(function: Callable[[], Workflow], recipe: str) -> Workflow:
+    required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    if required:
+        raise ConfigError(f"recipe {recipe} needs arguments {required}; a recipe takes none, use --set")
+    try:
+        workflow = function()
+    except ValidationError as error:
+        raise ConfigError(explain(error, recipe)) from None
+    if not isinstance(workflow, Workflow):
+        raise ConfigError(f"recipe {recipe} returned {type(workflow).__name__}; it must return a Workflow")
+    return workflow
+
+
+def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.constructor import DuplicateKeyError
+    from ruamel.yaml.error import MarkedYAMLError
+
+    if not Path(path).is_file():
+        raise ConfigError(f"recipe record {path} does not exist")
+    try:
+        loaded = YAML(typ="rt").load(Path(path).read_text())  # JSON is YAML 1.2
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise ConfigError(f"{path}:{line}: {(error.problem or 'duplicate key').splitlines()[0]}; keep one") from None
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    steps = loaded.get("steps") if isinstance(loaded, dict) else None
+    if not isinstance(steps, dict) or not isinstance(loaded.get("workflow"), str):
+        raise ConfigError(f"{path}: a workflow record has the keys 'workflow' (a name) and 'steps' (name: config)")
+    known = {"workflow", "recipe_file", "steps", "id", "ids"}
+    lines = _lines(loaded)
+    for key in loaded:
+        if key not in known:
+            hint = _nearest(key, known)
+            raise ConfigError(f"{_place(path, lines, (key,))}: unknown key {key!r}{hint}")
+    record = {"workflow": loaded["workflow"], "recipe_file": loaded.get("recipe_file"), "steps": _plain(steps)}
+    if record["recipe_file"]:
+        load_source(record["recipe_file"])
+    return record, lines
+
+
+def _lines(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
+    found: dict[tuple[str, ...], int] = {}
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found[(*path, str(key))] = value.lc.key(key)[0] + 1  # type: ignore[attr-defined]  ruamel's CommentedMap
+            found |= _lines(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            found[(*path, str(index))] = value.lc.item(index)[0] + 1  # type: ignore[attr-defined]
+            found |= _lines(item, (*path, str(index)))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """ruamel's round-trip containers and scalars as plain ones."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _explain(error: ValidationError, step: str, raw: Any, source: str, lines: dict[tuple[str, ...], int]) -> list[str]:
+    """`c.yaml:3: model.n_loop: unknown key 'n_loop'; did you mean 'n_loops'?` for each problem."""
+    # `explain` begins each problem with the source; a mark that no message contains lets them be told apart.
+    problems = explain(error, "\0").split("\0: ")[1:]
+    found = []
+    for item, problem in zip(error.errors(), problems, strict=True):
+        keys = _keys(item["loc"], raw)
+        where = ".".join(str(part) for part in item["loc"]) or "config"
+        message = " ".join(problem.removeprefix(f"{where}: ").split())
+        found.append(f"{_place(source, lines, ('steps', step, *keys))}: {'.'.join((step, *keys))}: {message}")
+    return found
+
+
+def _keys(loc: tuple[int | str, ...], raw: Any) -> tuple[str, ...]:
+    """An error's location as keys of the file: pydantic also lists the tags of the unions it went through."""
+    keys: list[str] = []
+    here = raw
+    for index, part in enumerate(loc):
+        inside = isinstance(here, dict) and part in here or isinstance(here, list) and isinstance(part, int)
+        if inside:
+            here = here[part]  # type: ignore[index]
+        elif index < len(loc) - 1:
+            continue
+        keys.append(str(part))
+    return tuple(keys)
+
+
+def _place(source: str, lines: dict[tuple[str, ...], int], path: tuple[str, ...]) -> str:
+    while path and path not in lines:
+        path = path[:-1]
+    return f"{source}:{lines[path]}" if path else source
+
+
+def _nearest(name: Any, known: Any) -> str:
+    near = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
+    return f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(sorted(str(item) for item in known))})"
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True

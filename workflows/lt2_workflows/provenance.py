@@ -1,0 +1,75 @@
+"""Which code and packages ran a step: recorded with every attempt, compared when a finished step is reused."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "lt2",
+    "torch",
+    "ray",
+    "numpy",
+    "pyarrow",
+    "transformers",
+    "tokenizers",
+    "tiktoken",
+    "flash-linear-attention",
+)
+
+
+@cache
+def provenance() -> dict[str, Any]:
+    """{"git": sha or None, "dirty": hash of uncommitted changes or None, "python", "packages": {name: version}}.
+
+    Git describes the checkout that this package is imported from; an installed wheel has none.
+    """
+    sha = _git("rev-parse", "HEAD")
+    changes = _git("diff", "HEAD") if sha else None
+    return {
+        "git": sha,
+        "dirty": hashlib.sha256(changes.encode()).hexdigest()[:12] if changes else None,
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def drift(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two provenances, e.g. ["torch 2.11.0 -> 2.13.0"]; empty when nothing does."""
+    changes = []
+    if (before["git"], before["dirty"]) != (now["git"], now["dirty"]):
+        changes.append(f"code {_code(before)} -> {_code(now)}")
+    if before["python"] != now["python"]:
+        changes.append(f"python {before['python']} -> {now['python']}")
+    for name in sorted(before["packages"] | now["packages"]):
+        old, new = before["packages"].get(name, "absent"), now["packages"].get(name, "absent")
+        if old != new:
+            changes.append(f"{name} {old} -> {new}")
+    return changes
+
+
+def _code(record: dict[str, Any]) -> str:
+    sha = (record["git"] or "no git")[:8]
+    return f"{sha}+{record['dirty'][:6]}" if record["dirty"] else sha
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,257 @@
+"""What a workflow leaves in storage, and the lease that keeps two processes from running one step.
+
+    steps/<name>-<fp8>/spec.json                  the step's config and fingerprint, created once
+    steps/<name>-<fp8>/attempts/<n>/lease.json    who runs attempt n; rewritten by its holder as a heartbeat
+    steps/<name>-<fp8>/attempts/<n>/state.json    how it went, and with which code and packages
+    steps/<name>-<fp8>/attempts/<n>/log           everything it printed
+    steps/<name>-<fp8>/done.json                  created exclusively when an attempt succeeds; holds its result
+    steps/<name>-<fp8>/out/                       what it made
+    workflows/<id>/dag.json                       the resolved recipe, which can be replayed
+    workflows/<id>/events/<driver>.jsonl          what each driver saw happen
+
+To hold attempt n is to have created its lease.json. S3 has no reliable compare-and-swap, so a lease is never
+taken from its holder by overwriting it: whoever finds it released or stale creates the lease of attempt n + 1, and
+exactly one can. The former holder, should it still live, sees that attempt on its next heartbeat and ends itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lt2_workflows.graph import Step, Workflow, canonical
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+
+TTL_S = 30.0
+# Ray workers outlive a killed driver by about two seconds and could still write into the step's folder.
+ORPHAN_GRACE_S = 5.0
+# Clocks of two machines may differ; a lease this old is stale whatever the clocks say.
+CLOCK_SKEW_S = 300.0
+
+
+def write_workflow(storage: Storage, workflow: Workflow) -> None:
+    """Record the resolved workflow and the spec of each of its steps, creating each file once."""
+    record = workflow.record() | {"id": workflow.id, "ids": {name: step.id for name, step in workflow.steps.items()}}
+    storage.create_exclusive(f"workflows/{workflow.id}/dag.json", json_bytes(record))
+    for step in workflow.steps.values():
+        identities = {need: workflow.steps[need].fingerprint for need in step.needs}
+        spec = {
+            "name": step.name,
+            "fingerprint": step.fingerprint,
+            "identity": canonical(step.config, identities),
+            "config": step.config.model_dump(mode="json"),
+            "needs": {need: workflow.steps[need].id for need in step.needs},
+        }
+        path = f"{step.folder}/spec.json"
+        if not storage.create_exclusive(path, json_bytes(spec)):
+            found = storage.read_json(path)["fingerprint"]
+            if found != step.fingerprint:
+                raise RuntimeError(f"{storage.join(path)} has fingerprint {found}, expected {step.fingerprint}")
+
+
+def read_done(storage: Storage, step: Step) -> dict[str, Any] | None:
+    """The done record {"attempt", "ended", "result", "provenance"}, or None while the step is unfinished."""
+    return _read(storage, f"{step.folder}/done.json")
+
+
+def read_state(storage: Storage, folder: str, attempt: int) -> dict[str, Any]:
+    """How an attempt went: {"state": "running"|"done"|"failed"|"interrupted"|"infrastructure", …}."""
+    return _read(storage, f"{folder}/attempts/{attempt}/state.json") or {"state": "running"}
+
+
+def last_attempt(storage: Storage, folder: str) -> int:
+    """The number of the newest attempt, 0 before the first."""
+    return max((int(name) for name in storage.list(f"{folder}/attempts") if name.isdigit()), default=0)
+
+
+@dataclass
+class Lease:
+    """The right to run one attempt of a step, kept alive by a thread until `release`.
+
+    `on_beat` is called with every heartbeat (the attempt's log is uploaded there). When the lease is lost, because
+    another process took over or storage could not be written for longer than the others wait, `on_lost` is called
+    from the thread; it must end the process, since the work must not go on.
+    """
+
+    storage: Storage
+    folder: str
+    attempt: int
+    ttl_s: float
+    on_lost: Callable[[str], None]
+    on_beat: Callable[[], None] = lambda: None
+    holder: dict[str, Any] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/attempts/{self.attempt}/lease.json"
+
+    def acquire(self) -> bool:
+        """Claim the attempt and start the heartbeat; False if another process has claimed it."""
+        self.holder = {**_this_process(), "token": uuid.uuid4().hex, "ttl_s": self.ttl_s, "beat": 0, "released": False}
+        if not self.storage.create_exclusive(self.path, json_bytes(self._content())):
+            return False
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+        return True
+
+    def stop(self) -> bool:
+        """End the heartbeat and wait for its thread; True if the lease was still ours afterwards."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        return not self._superseded()
+
+    def release(self) -> None:
+        """Let the next attempt start at once. Call after `stop`."""
+        self.holder["released"] = True
+        self.storage.write_bytes(self.path, json_bytes(self._content()))
+
+    def _keep(self) -> None:
+        written = time.monotonic()
+        while not self._stop.wait(self.ttl_s / 6):
+            try:
+                if self._superseded():
+                    return self.on_lost("another process took over this step")
+                self.holder["beat"] += 1
+                self.storage.write_bytes(self.path, json_bytes(self._content()))
+                written = time.monotonic()
+                self.on_beat()
+            except Exception as error:
+                # Any storage may fail in any way for a moment; what counts is whether others now think us dead.
+                if time.monotonic() - written > 0.7 * self.ttl_s:
+                    return self.on_lost(f"no heartbeat could be written: {error}")
+
+    def _superseded(self) -> bool:
+        return self.storage.exists(f"{self.folder}/attempts/{self.attempt + 1}/lease.json")
+
+    def _content(self) -> dict[str, Any]:
+        return {**self.holder, "attempt": self.attempt, "time": time.time()}
+
+
+@dataclass
+class Watch:
+    """Decides, by looking repeatedly, whether the newest attempt of a step still has a living holder."""
+
+    storage: Storage
+    folder: str
+    _seen: tuple[int, int] | None = None
+    _since: float = 0.0
+    _beats: int = 0
+
+    def holder(self) -> tuple[int, dict[str, Any] | None]:
+        """(newest attempt, its lease or None if the next attempt may start)."""
+        attempt = last_attempt(self.storage, self.folder)
+        lease = _read(self.storage, f"{self.folder}/attempts/{attempt}/lease.json") if attempt else None
+        if lease is None or lease["released"]:
+            return attempt, None
+        if self._seen != (attempt, lease["beat"]):
+            self._beats += self._seen is not None
+            self._seen, self._since = (attempt, lease["beat"]), time.monotonic()
+        silent = time.monotonic() - self._since
+        return attempt, None if is_stale(lease, silent) else lease
+
+    def heard(self) -> bool:
+        """True once a heartbeat arrived while we were looking: the holder is certainly alive."""
+        return self._beats > 0
+
+
+def is_stale(lease: dict[str, Any], silent_s: float = 0.0) -> bool:
+    """True if the holder of `lease` is gone, given that we saw no heartbeat for `silent_s` by our own clock."""
+    age = time.time() - lease["time"]
+    return (
+        silent_s > lease["ttl_s"]
+        or age > lease["ttl_s"] + CLOCK_SKEW_S
+        or (max(silent_s, age) > min(ORPHAN_GRACE_S, lease["ttl_s"]) and _died_here(lease))
+    )
+
+
+def describe_holder(lease: dict[str, Any]) -> str:
+    return f"process {lease['pid']} on {lease['host']}"
+
+
+@dataclass
+class Events:
+    """This driver's history of a workflow. Each driver owns one file, since S3 cannot append."""
+
+    storage: Storage
+    workflow_id: str
+    lines: list[str] = field(default_factory=list)
+    driver: str = field(default_factory=lambda: f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}")
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self.lines.append(json.dumps({"time": time.time(), **event}))
+            self.storage.write_bytes(
+                f"workflows/{self.workflow_id}/events/{self.driver}.jsonl", ("\n".join(self.lines) + "\n").encode()
+            )
+
+
+def step_state(storage: Storage, folder: str) -> dict[str, Any]:
+    """What `lt2 status` says of a step: {"state", "attempt", "error", "log", "ended"}.
+
+    "lost" is a step whose process ended without a word: the next run takes it over.
+    """
+    attempt = last_attempt(storage, folder)
+    log = storage.join(folder, f"attempts/{attempt}/log") if attempt else None
+    done = _read(storage, f"{folder}/done.json")
+    if done is not None:
+        log = storage.join(folder, f"attempts/{done['attempt']}/log")
+        return {"state": "done", "attempt": done["attempt"], "ended": done["ended"], "error": None, "log": log}
+    if not attempt:
+        return {"state": "waiting", "attempt": 0, "ended": None, "error": None, "log": None}
+    state = read_state(storage, folder, attempt)
+    lease = _read(storage, f"{folder}/attempts/{attempt}/lease.json")
+    name = state["state"]
+    if name == "running" and (lease is None or is_stale(lease) or time.time() - lease["time"] > 2 * lease["ttl_s"]):
+        name = "lost"
+    return {"state": name, "attempt": attempt, "ended": state.get("ended"), "error": state.get("error"), "log": log}
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "start": _start_time(os.getpid()), "machine": _machine()}
+
+
+def _machine() -> str | None:
+    """Identifies boot and process-id namespace, so that a process id is only looked up where it means something."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return None
+
+
+def _start_time(pid: int) -> str | None:
+    """When a living process started, in clock ticks since boot; None if there is none (a zombie does no work)."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return None if fields[0] in "ZX" else fields[19]
+    return None
+
+
+def _died_here(lease: dict[str, Any]) -> bool:
+    here = _machine()
+    return here is not None and lease["machine"] == here and _start_time(lease["pid"]) != lease["start"]
+
+
+def _read(storage: Storage, path: str) -> dict[str, Any] | None:
+    try:
+        return storage.read_json(path)
+    except FileNotFoundError:
+        return None
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
