@@ -21,7 +21,6 @@ class SequenceInfo:
         positions: (B or 1, L) int64, position of each token in its document (packed) or sequence.
         doc_ids: (B, L) int, None unless attention and recurrent state must stop at document boundaries.
         reset: (B, L) bool, True where a document starts and recurrent state is cleared; None with doc_ids.
-        cu_seqlens: (num_docs + 1,) int32, document boundaries of the flattened B*L tokens; None with doc_ids.
         starts: (B,) int64, tokens already in the cache; None without a cache.
         lengths: (B,) int64, valid tokens of this pass (right padding); None without a cache.
         valid: (B, L) bool, None when nothing is padded.
@@ -32,7 +31,6 @@ class SequenceInfo:
     positions: Tensor
     doc_ids: Tensor | None = None
     reset: Tensor | None = None
-    cu_seqlens: Tensor | None = None
     starts: Tensor | None = None
     lengths: Tensor | None = None
     valid: Tensor | None = None
@@ -47,9 +45,7 @@ def packed(doc_ids: Tensor) -> SequenceInfo:
     reset[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
     index = torch.arange(L, device=doc_ids.device).expand(B, L)
     start = torch.where(reset, index, 0).cummax(dim=1).values
-    bounds = reset.flatten().nonzero().flatten()
-    cu_seqlens = torch.cat([bounds, bounds.new_tensor([B * L])]).to(torch.int32)
-    return SequenceInfo(positions=index - start, doc_ids=doc_ids, reset=reset, cu_seqlens=cu_seqlens)
+    return SequenceInfo(positions=index - start, doc_ids=doc_ids, reset=reset)
 
 
 def plain(L: int, device: torch.device) -> SequenceInfo:

@@ -46,8 +46,10 @@ def attention_decode(
         from flash_attn import flash_attn_with_kvcache
 
         return flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths.to(torch.int32), softmax_scale=scale)
-    if backend == "varlen" and not torch.is_grad_enabled():
-        return _varlen_decode(q, k_cache, v_cache, lengths, scale)
+    if q.is_cuda and not torch.is_grad_enabled():
+        from lt2.ops.decode_kernel import split_attention_decode
+
+        return split_attention_decode(q, k_cache, v_cache, lengths, scale)
     if not q.is_cuda:  # reading the longest length is free on CPU, a synchronisation on CUDA
         longest = int(lengths.max())
         k_cache, v_cache = k_cache[:, :longest], v_cache[:, :longest]
@@ -119,23 +121,3 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float)
         ]
         rows.append(torch.cat(pieces, dim=1))
     return torch.cat(rows, dim=0)
-
-
-def _varlen_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    batch, capacity = k_cache.shape[:2]
-    row = torch.arange(batch + 1, device=q.device, dtype=torch.int32)
-    o = varlen_attn(
-        q.squeeze(1),
-        k_cache.flatten(0, 1),
-        v_cache.flatten(0, 1),
-        row,
-        row * capacity,
-        1,
-        capacity,
-        scale=scale,
-        enable_gqa=q.shape[2] != k_cache.shape[2],
-        seqused_k=lengths.to(torch.int32),
-    )
-    return o.unsqueeze(1)
