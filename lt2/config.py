@@ -28,12 +28,13 @@ class Config(BaseModel):
 
 
 class Dims(Config):
-    """The widths a mixer is built for."""
+    """The widths a mixer is built for, and the longest sequence it is trained on."""
 
     dim: int
     num_heads: int
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
+    max_seq_len: int | None = None
 
 
 CacheSpec = dict[str, tuple[tuple[int, ...], str]]
@@ -69,6 +70,11 @@ class MixerConfig(Config):
     def rope_dim(self, dims: Dims) -> int | None:
         """Rotated dimensions per head, None when the mixer uses no rotary positions."""
         return None
+
+    def rope_dims(self, dims: Dims) -> tuple[int, ...]:
+        """Every rotary table this mixer reads; more than one where parts of it rotate at different widths."""
+        size = self.rope_dim(dims)
+        return () if size is None else (size,)
 
     def cache_spec(self, dims: Dims, max_len: int) -> CacheSpec:
         """What one (loop, layer) keeps per sequence while decoding up to `max_len` tokens (paper Table 1)."""
@@ -168,19 +174,28 @@ class RandomLayout(Config):
 Layout = Annotated[UniformLayout | HybridLayout | LoopLayout | RandomLayout, Field(discriminator="type")]
 
 
+FrozenKV = Literal["propagate", "share"]
+"""Keys and values of a halted token in later loops: from its frozen state, or those of its last loop."""
+
+
 class ActHalting(Config):
     """Adaptive computation time, as a training relaxation and frozen inference (paper App. A)."""
 
     type: Literal["act"] = "act"
-    epsilon: float = 0.01
-    ponder_weight: float = 0.01
+    epsilon: float = Field(0.01, ge=0, lt=1)
+    ponder_weight: float = Field(0.01, ge=0)
+    frozen_kv: FrozenKV = "propagate"
 
 
 class ExitGate(Config):
-    """Ouro's exit gate: stop at the first loop whose cumulative exit probability reaches `threshold`."""
+    """Ouro's exit gate: stop at the first loop whose cumulative exit probability reaches `threshold`.
+
+    At 1 every token runs every loop, which is right until the gate has been trained.
+    """
 
     type: Literal["exit_gate"] = "exit_gate"
-    threshold: float = 0.5
+    threshold: float = Field(1.0, gt=0, le=1)
+    frozen_kv: FrozenKV = "propagate"
 
 
 class ModelConfig(Config):
@@ -205,7 +220,13 @@ class ModelConfig(Config):
 
     @property
     def dims(self) -> Dims:
-        return Dims(dim=self.dim, num_heads=self.num_heads, rope_theta=self.rope_theta, norm_eps=self.norm_eps)
+        return Dims(
+            dim=self.dim,
+            num_heads=self.num_heads,
+            rope_theta=self.rope_theta,
+            norm_eps=self.norm_eps,
+            max_seq_len=self.max_seq_len,
+        )
 
     @property
     def ffn_dim(self) -> int:

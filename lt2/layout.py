@@ -66,3 +66,15 @@ def draw_layers(spec: RandomLayout, n_layers: int, step: int) -> tuple[int, ...]
     """The attention layers of training step `step`: a pure function of (seed, step), so equal on all ranks."""
     count = max(1, round(spec.fraction * n_layers))
     return tuple(sorted(random.Random(f"{spec.seed}:{step}").sample(range(n_layers), count)))
+
+
+def weights_per_layer(config: ModelConfig) -> list[list[MixerConfig]]:
+    """For each layer one config per distinct set of mixer weights it needs over all loops and draws."""
+    schedules = [layout(config)]
+    if config.layout.type == "random":
+        schedules = [layout(config, draw) for draw in ((), range(config.n_layers))]
+    found: list[dict[str, MixerConfig]] = [{} for _ in range(config.n_layers)]
+    for loop in (row for schedule in schedules for row in schedule):
+        for layer, spec in enumerate(loop):
+            found[layer].setdefault(spec.weights, spec)
+    return [list(specs.values()) for specs in found]

@@ -5,28 +5,43 @@ Shapes: B batch, L tokens, D width, V vocabulary, T loops, N layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lt2 import sequence
+from lt2 import halting, sequence
 from lt2.cache import Cache, LayerCache, allocate
 from lt2.config import MixerConfig, ModelConfig
 from lt2.layers import RMSNorm, SwiGLU
-from lt2.layout import Schedule, draw_layers, layout
+from lt2.layout import Schedule, draw_layers, layout, weights_per_layer
 from lt2.mixers import build_mixer
 from lt2.sequence import SequenceInfo
 
 
 @dataclass
 class LoopedOutput:
-    """hidden: (B, L, D) after the final norm; loops: the same after every loop, on request; aux: scalar losses by name."""
+    """What a forward pass gives.
+
+    Attributes:
+        hidden: (B, L, D) after the final norm.
+        loops: the same after every loop, on request.
+        aux: scalar losses by name, already weighted.
+        weights: (B, L, T) share of each loop under halting: ACT's mixing weights or the exit gate's probabilities.
+        loops_used: (B, L) int64, loops each token ran under halting.
+    """
 
     hidden: Tensor
     loops: list[Tensor] | None = None
     aux: dict[str, Tensor] = field(default_factory=dict)
+    weights: Tensor | None = None
+    loops_used: Tensor | None = None
+
+
+Record = Callable[[int, int, "Block", MixerConfig, SequenceInfo, Tensor, Tensor], None]
+"""Sees every (loop, layer): its block, mixer config, tokens, and the block's input and output states (B, L, D)."""
 
 
 class Block(nn.Module):
@@ -50,6 +65,10 @@ class Block(nn.Module):
         h = h + self.ffn_post_norm(self.ffn(self.ffn_norm(h)))
         return h, aux
 
+    def remember(self, h: Tensor, spec: MixerConfig, seq: SequenceInfo, cache: LayerCache) -> None:
+        """Write the cache as `forward` would, without computing the output state."""
+        self.mixers[spec.weights](self.mixer_norm(h), spec, seq, cache)
+
 
 class LoopedLM(nn.Module):
     """A looped transformer with any token mixers; n_loops = 1 is the plain stack."""
@@ -62,6 +81,7 @@ class LoopedLM(nn.Module):
         self.blocks = nn.ModuleList(Block(config, specs) for specs in weights_per_layer(config))
         self.rho = nn.Parameter(torch.zeros(config.n_loops, config.dim)) if config.loop_residual else None
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.halt = None if config.halting is None else nn.Linear(config.dim, 1)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(
@@ -73,29 +93,52 @@ class LoopedLM(nn.Module):
         cache: Cache | None = None,
         n_loops: int | None = None,  # run another depth than trained; later loops repeat the last one's rho and mixers
         per_loop: bool = False,
-        step: int | None = None,  # training step, which a random layout draws its attention layers from
+        step: int | None = None,  # training step: random layouts draw layers from it, DSA leaves its warm-up
+        record: Record | None = None,  # diagnostics
     ) -> LoopedOutput:
         seq = self.sequence_info(input_ids, doc_ids, lengths, cache)
+        seq.step = step
         schedule = self.schedule_for(n_loops or self.config.n_loops, step)
         h = self.embed(input_ids)
+        depth = halting.start(self.config.halting, self.halt, h, training=self.training)
         loops: list[Tensor] = []
         aux: dict[str, Tensor] = {}
         for loop, specs in enumerate(schedule):
             h_in = h
+            halted = cache is not None and depth.all_halted(seq.valid)
             for layer, (block, spec) in enumerate(zip(self.blocks, specs)):
-                h, loss = block(h, spec, seq, cache.layers[loop][layer] if cache is not None else None)
+                state = cache.layers[loop][layer] if cache is not None else None
+                entry = depth.entry(layer, h)
+                if halted:
+                    block.remember(entry, spec, seq, state)
+                    continue
+                out, loss = block(entry, spec, seq, state)
+                h = depth.keep(h, out)
                 if loss is not None:
                     aux[spec.type] = aux.get(spec.type, 0.0) + loss / len(schedule)
-            if self.rho is not None:
-                h = h + self.rho[min(loop, len(self.rho) - 1)].to(h.dtype) * h_in
-            if self.config.norm_each_loop:
-                h = self.norm(h)
+                if record is not None:
+                    record(loop, layer, block, spec, seq, entry, h)
+            h = depth.keep(h_in, self.end_loop(h, h_in, loop))
+            depth.after_loop(h, last=loop == len(schedule) - 1)
             if per_loop:
-                loops.append(h if self.config.norm_each_loop else self.norm(h))
+                loops.append(self.final_norm(h))
         if cache is not None:
             cache.advance(lengths, input_ids.shape[1])
-        hidden = h if self.config.norm_each_loop else self.norm(h)
-        return LoopedOutput(hidden, loops if per_loop else None, aux)
+        output = LoopedOutput(self.final_norm(depth.output(h)), loops if per_loop else None, aux)
+        if isinstance(depth, halting.Adaptive):
+            output.weights, output.loops_used = torch.stack(depth.weights, -1), depth.loops_used
+            if (cost := depth.ponder_cost()) is not None:
+                aux["ponder"] = cost
+        return output
+
+    def end_loop(self, h: Tensor, h_in: Tensor, loop: int) -> Tensor:
+        """The loop's own residual and, as an option, its norm."""
+        if self.rho is not None:
+            h = h + self.rho[min(loop, len(self.rho) - 1)].to(h.dtype) * h_in
+        return self.norm(h) if self.config.norm_each_loop else h
+
+    def final_norm(self, h: Tensor) -> Tensor:
+        return h if self.config.norm_each_loop else self.norm(h)
 
     @property
     def head_weight(self) -> Tensor:  # (V, D)
@@ -128,14 +171,15 @@ class LoopedLM(nn.Module):
             if doc_ids is not None:
                 raise ValueError("packed documents cannot be decoded from one cache; give each its own row")
             if cache.used + L > cache.max_len:
-                raise ValueError(f"cache of {cache.max_len} tokens cannot hold {cache.used} + {L}; allocate a longer one")
+                raise ValueError(f"cache of {cache.max_len} tokens is too short for {cache.used} + {L}; make it longer")
             seq = sequence.cached(L, cache.lengths.clone(), lengths, fresh=cache.used == 0)
         elif doc_ids is not None:
             seq = sequence.packed(doc_ids)
         else:
             seq = sequence.plain(L, input_ids.device)
         dims = self.config.dims
-        for size in {spec.rope_dim(dims) for specs in weights_per_layer(self.config) for spec in specs} - {None}:
+        mixers = [spec for specs in weights_per_layer(self.config) for spec in specs]
+        for size in {size for spec in mixers for size in spec.rope_dims(dims)}:
             seq.rope[size] = sequence.rotary(seq.positions, size, dims.rope_theta)
         return seq
 
@@ -169,18 +213,6 @@ class LoopedLM(nn.Module):
 
 def truncated_normal(weight: Tensor, std: float) -> None:
     nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
-
-
-def weights_per_layer(config: ModelConfig) -> list[list[MixerConfig]]:
-    """For each layer one config per distinct set of mixer weights it needs over all loops and draws."""
-    schedules = [layout(config)]
-    if config.layout.type == "random":
-        schedules = [layout(config, draw) for draw in ((), range(config.n_layers))]
-    found: list[dict[str, MixerConfig]] = [{} for _ in range(config.n_layers)]
-    for loop in (row for schedule in schedules for row in schedule):
-        for layer, spec in enumerate(loop):
-            found[layer].setdefault(spec.weights, spec)
-    return [list(specs.values()) for specs in found]
 
 
 def build(config: ModelConfig, *, seed: int = 42, device: str | torch.device = "cpu") -> LoopedLM:

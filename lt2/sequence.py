@@ -25,6 +25,7 @@ class SequenceInfo:
         lengths: (B,) int64, valid tokens of this pass (right padding); None without a cache.
         valid: (B, L) bool, None when nothing is padded.
         fresh: the cache is empty, so this pass sees the whole prefix itself.
+        step: training step, for mixers that train in phases; None outside training.
         rope: head_dim -> (cos, sin), each (B or 1, L, 1, head_dim // 2), fp32.
     """
 
@@ -35,6 +36,7 @@ class SequenceInfo:
     lengths: Tensor | None = None
     valid: Tensor | None = None
     fresh: bool = True
+    step: int | None = None
     rope: Rope = field(default_factory=dict)
 
 
