@@ -58,13 +58,16 @@ class ShortConv(nn.Module):
     Its cache holds the last size-1 inputs of each row.
     """
 
-    def __init__(self, channels: int, size: int):
+    def __init__(self, channels: int, size: int, *, bias: bool = False):
         super().__init__()
         self.size = size
         self.weight = nn.Parameter(torch.empty(channels, size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -(self.size**-0.5), self.size**-0.5)
 
     def forward(self, x: Tensor, seq: SequenceInfo, cache: LayerCache | None) -> Tensor:  # (B, L, C) -> (B, L, C)
         B, L, C = x.shape

@@ -1,11 +1,10 @@
 """Delta-rule mixers: recurrent memories that overwrite what a key held before writing to it.
 
-Shapes: B batch, L tokens, D width, H heads, K head_k_dim, V head_v_dim.
+All follow fla's layers of the same names. q, k and v pass a short convolution and SiLU, then q and k are L2-normalised.
+The read-out is o_t = S_t^T q_t. Shapes: B batch, L tokens, D width, H heads, K head_k_dim, V head_v_dim.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +12,42 @@ from torch.nn import functional as F
 
 from lt2.cache import LayerCache
 from lt2.config import Dims
-from lt2.layers import GatedRMSNorm, ShortConv, l2_normalise, mask_padding
-from lt2.mixer_configs import GatedDeltaNetConfig
-from lt2.ops.gated_delta import gated_delta_rule, gated_delta_rule_step
+from lt2.layers import GatedRMSNorm, ShortConv
+from lt2.mixer_configs import DeltaNetConfig, GatedDeltaNetConfig, KimiDeltaConfig
+from lt2.mixers.recurrent import init_decay, log_decay, run_delta_rule, split_heads, split_qkv
 from lt2.sequence import SequenceInfo
 
 
+class DeltaNet(nn.Module):
+    """S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T (Yang et al. 2024; paper Table 1)."""
+
+    def __init__(self, config: DeltaNetConfig, dims: Dims):
+        super().__init__()
+        H, K, V = self.heads = config.heads(dims)
+        self.qkv_proj = nn.Linear(dims.dim, H * (2 * K + V), bias=False)
+        self.b_proj = nn.Linear(dims.dim, H, bias=False)
+        self.gate_proj = nn.Linear(dims.dim, H * V, bias=False) if config.use_gate else None
+        self.o_proj = nn.Linear(H * V, dims.dim, bias=False)
+        self.conv = ShortConv(H * (2 * K + V), config.conv_size) if config.conv_size > 1 else None
+        self.o_norm = GatedRMSNorm(V, dims.norm_eps)
+        self.beta_scale = 2.0 if config.allow_neg_eigval else 1.0
+
+    def forward(
+        self, x: Tensor, spec: DeltaNetConfig, seq: SequenceInfo, cache: LayerCache | None
+    ) -> tuple[Tensor, None]:
+        qkv = self.qkv_proj(x)
+        qkv = self.conv(qkv, seq, cache) if self.conv is not None else F.silu(qkv)
+        q, k, v = split_qkv(qkv, self.heads)
+        beta = self.beta_scale * torch.sigmoid(self.b_proj(x))
+
+        o = run_delta_rule(q, k, v, None, beta, seq, cache)
+
+        gate = split_heads(self.gate_proj(x), self.heads[0]) if self.gate_proj is not None else None
+        return self.o_proj(self.o_norm(o, gate).flatten(2)), None
+
+
 class GatedDeltaNet(nn.Module):
-    """S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, o_t = S_t^T q_t (Yang et al. 2024; paper Table 1)."""
+    """S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T (Yang et al. 2024; paper Table 1)."""
 
     def __init__(self, config: GatedDeltaNetConfig, dims: Dims):
         super().__init__()
@@ -36,53 +63,57 @@ class GatedDeltaNet(nn.Module):
         self.beta_scale = 2.0 if config.allow_neg_eigval else 1.0
 
     def init_special(self) -> None:
-        """A ~ U(0, 16) and a time step log-uniform in [1e-3, 1e-1], as Mamba2 and fla initialise them."""
-        with torch.no_grad():
-            self.A_log.copy_(torch.empty_like(self.A_log).uniform_(1e-4, 16).log())
-            dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+        init_decay(self.A_log, self.dt_bias, least=1e-4)
 
     def forward(
         self, x: Tensor, spec: GatedDeltaNetConfig, seq: SequenceInfo, cache: LayerCache | None
     ) -> tuple[Tensor, None]:
-        B, L, _ = x.shape
-        H, K, V = self.heads
         qkv = self.qkv_proj(x)
         qkv = self.conv(qkv, seq, cache) if self.conv is not None else F.silu(qkv)
-        q, k, v = qkv.split([H * K, H * K, H * V], dim=-1)
-        q, k = l2_normalise(q.view(B, L, H, K)), l2_normalise(k.view(B, L, H, K))
-        v = v.view(B, L, H, V)
-        a, b = self.ab_proj(x).view(B, L, 2, H).unbind(2)
+        q, k, v = split_qkv(qkv, self.heads)
+        a, b = self.ab_proj(x).chunk(2, dim=-1)
         g = log_decay(a, self.A_log, self.dt_bias)  # (B, L, H), fp32
         beta = self.beta_scale * torch.sigmoid(b)
 
         o = run_delta_rule(q, k, v, g, beta, seq, cache)
 
-        gate = self.gate_proj(x).view(B, L, H, V) if self.gate_proj is not None else None
-        o = self.o_norm(o, gate)
-        return self.o_proj(o.reshape(B, L, H * V)), None
+        gate = split_heads(self.gate_proj(x), self.heads[0]) if self.gate_proj is not None else None
+        return self.o_proj(self.o_norm(o, gate).flatten(2)), None
 
 
-def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """log alpha = -exp(A_log) softplus(a + dt_bias), in fp32: bf16 would round decays near 1 to no decay."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return -A_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias.to(wide))
+class KimiDeltaAttention(nn.Module):
+    """S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T (Kimi Linear; paper Table 1).
 
+    The decay of each key channel and the output gate come from projections of rank V.
+    """
 
-def run_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, seq: SequenceInfo, cache: LayerCache | None
-) -> Tensor:
-    """The recurrence over a whole pass, or one decode step of it; reads and writes cache["state"] (B, H, K, V)."""
-    if cache is None:
-        return gated_delta_rule(q, k, v, g, beta, reset=seq.reset)[0]
-    if q.shape[1] == 1:
-        step_g = None if g is None else g[:, 0]
-        o, state = gated_delta_rule_step(q[:, 0], k[:, 0], v[:, 0], step_g, beta[:, 0], cache["state"])
-        cache["state"].copy_(state)
-        return o[:, None]
-    (k,) = mask_padding(seq, k)
-    if g is not None:
-        (g,) = mask_padding(seq, g)
-    o, state = gated_delta_rule(q, k, v, g, beta, initial_state=cache["state"], output_final_state=True)
-    cache["state"].copy_(state)
-    return o
+    def __init__(self, config: KimiDeltaConfig, dims: Dims):
+        super().__init__()
+        H, K, V = self.heads = config.heads(dims)
+        self.qkv_proj = nn.Linear(dims.dim, H * (2 * K + V), bias=False)
+        self.b_proj = nn.Linear(dims.dim, H, bias=False)
+        self.decay_proj = nn.Sequential(nn.Linear(dims.dim, V, bias=False), nn.Linear(V, H * K, bias=False))
+        self.gate_proj = nn.Sequential(nn.Linear(dims.dim, V, bias=False), nn.Linear(V, H * V, bias=True))
+        self.o_proj = nn.Linear(H * V, dims.dim, bias=False)
+        self.conv = ShortConv(H * (2 * K + V), config.conv_size) if config.conv_size > 1 else None
+        self.o_norm = GatedRMSNorm(V, dims.norm_eps, activation="sigmoid")
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.dt_bias = nn.Parameter(torch.empty(H * K))
+        self.beta_scale = 2.0 if config.allow_neg_eigval else 1.0
+
+    def init_special(self) -> None:
+        init_decay(self.A_log, self.dt_bias, least=1.0)
+
+    def forward(
+        self, x: Tensor, spec: KimiDeltaConfig, seq: SequenceInfo, cache: LayerCache | None
+    ) -> tuple[Tensor, None]:
+        H = self.heads[0]
+        qkv = self.qkv_proj(x)
+        qkv = self.conv(qkv, seq, cache) if self.conv is not None else F.silu(qkv)
+        q, k, v = split_qkv(qkv, self.heads)
+        g = log_decay(split_heads(self.decay_proj(x), H), self.A_log[:, None], self.dt_bias.view(H, -1))
+        beta = self.beta_scale * torch.sigmoid(self.b_proj(x))
+
+        o = run_delta_rule(q, k, v, g, beta, seq, cache)  # g: (B, L, H, K), fp32
+
+        return self.o_proj(self.o_norm(o, split_heads(self.gate_proj(x), H)).flatten(2)), None
