@@ -12,6 +12,7 @@ import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
@@ -88,14 +89,14 @@ class MixerConfig(Config):
         return self.model_dump(exclude=set(self.run_fields))
 
 
-def load_source(path: str) -> None:
-    """Import a user's Python file once, under a name derived from its absolute path."""
+def load_source(path: str) -> ModuleType:
+    """A user's Python file as a module, imported once, under a name derived from its absolute path."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"mixer source {path!r} does not exist; give the path of the Python file that defines it")
     name = "lt2_user_" + "_".join(file.with_suffix("").parts[1:])
     if name in sys.modules:
-        return
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -105,6 +106,7 @@ def load_source(path: str) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+    return module
 
 
 def _read_mixer(value: Any) -> Any:

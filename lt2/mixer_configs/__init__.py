@@ -12,3 +12,6 @@ from lt2.mixer_configs.linear import RetNetConfig as RetNetConfig
 from lt2.mixer_configs.softmax import FullConfig as FullConfig
 from lt2.mixer_configs.softmax import SoftmaxConfig as SoftmaxConfig
 from lt2.mixer_configs.softmax import WindowConfig as WindowConfig
+from lt2.mixer_configs.sparse import DSAConfig as DSAConfig
+from lt2.mixer_configs.sparse import MLAConfig as MLAConfig
+from lt2.mixer_configs.sparse import NSAConfig as NSAConfig
