@@ -1,0 +1,218 @@
+"""Documents out of a slice of a file, streamed: memory holds one buffer and one document, never a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lt2.config import ConfigError
+from lt2_platform.data.sources import PIECE_BYTES, Slice, SourceFile
+from lt2_platform.storage import arrow_filesystem
+
+MAX_DOCUMENT_BYTES = 256 * 2**20
+SAMPLE_CHARACTERS = 200
+_BOM = b"\xef\xbb\xbf"
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+
+
+class Fault(NamedTuple):
+    """Why a row cannot be used, and the beginning of it."""
+
+    reason: str
+    sample: str
+
+
+class Row(NamedTuple):
+    """A document, a bad row, or None for a blank line; `row` counts lines, pieces or table rows of the slice from 0."""
+
+    row: int
+    text: str | Fault | None
+
+
+def read_rows(file: SourceFile, part: Slice, text_column: str) -> Iterator[Row]:
+    """The rows of one slice in file order. Raises ConfigError if the file itself cannot be read."""
+    try:
+        if file.format == "parquet":
+            yield from _parquet_rows(file, part, text_column)
+        elif file.format == "jsonl":
+            with _open(file) as stream:
+                yield from _json_rows(stream, part, text_column)
+        else:
+            with _open(file) as stream:
+                yield from _text_rows(stream, part)
+    except (OSError, pa.ArrowException) as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"cannot read {file.name} ({message}); replace or remove that file") from error
+
+
+def rows_before(file: SourceFile, part: Slice) -> int:
+    """How many rows of `file` come before this slice (reads that far: for the message of an error, not for a loop)."""
+    if part.start == 0:
+        return 0
+    if file.format == "parquet":
+        fs, path = arrow_filesystem(file.path)
+        metadata = pq.read_metadata(path, filesystem=fs)
+        return sum(metadata.row_group(group).num_rows for group in range(part.start))
+    with _open(file) as stream:
+        if file.format == "jsonl":
+            return sum(1 for _ in lines(stream, 0, part.start))
+        return sum(1 for _ in pieces(stream, 0, part.start))
+
+
+def peek_columns(file: SourceFile) -> list[str]:
+    """Keys of the first 100 objects of a jsonl file, in order of appearance."""
+    keys: dict[str, None] = {}
+    with _open(file) as stream:
+        for line, _ in zip(lines(stream, 0, None), range(100), strict=False):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            keys.update(dict.fromkeys(value if isinstance(value, dict) else ()))
+    return list(keys)
+
+
+def _open(file: SourceFile) -> BinaryIO:
+    fs, path = arrow_filesystem(file.path)
+    if file.compression:
+        # Arrow's streams go on after the first zstd frame and notice a truncated file; python-zstandard's do neither.
+        raw = fs.open_input_stream(path, compression=file.compression)
+    else:
+        raw = fs.open_input_file(path)
+    return io.BufferedReader(raw, 2**20)  # type: ignore[arg-type]
+
+
+def _text_rows(stream: BinaryIO, part: Slice) -> Iterator[Row]:
+    for index, (window, content) in enumerate(pieces(stream, part.start, part.stop)):
+        yield Row(index, _text(content if window else content.removeprefix(_BOM)))
+
+
+def pieces(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """(window, bytes) of the pieces of a text file that begin in bytes [start, stop), multiples of PIECE_BYTES.
+
+    The file is cut at most once per 128 KiB window after the first: after the window's first blank line, else its first
+    newline, else not at all. A cut depends on its own window only, so any division into slices gives the same pieces.
+    """
+    window, owner, held = start // PIECE_BYTES, None if start else 0, []
+    if start:
+        stream.seek(start)
+    while content := stream.read(PIECE_BYTES):
+        ours = stop is None or window * PIECE_BYTES < stop
+        cut = _cut(content) if window else None
+        if cut is not None:
+            if owner is not None:
+                yield owner, b"".join([*held, content[:cut]])
+            owner, held, content = window, [], content[cut:]
+        if not ours and (cut is not None or owner is None):
+            return
+        # A piece that passed the limit is refused later; holding the rest of it would only cost memory.
+        if owner is not None and len(held) * PIECE_BYTES <= MAX_DOCUMENT_BYTES:
+            held.append(content)
+        window += 1
+    if owner == 0 or any(held):
+        yield owner or 0, b"".join(held)
+
+
+def _cut(content: bytes) -> int | None:
+    blank = _BLANK_LINE.search(content)
+    if blank:
+        return blank.end()
+    newline = content.find(b"\n")
+    return None if newline < 0 else newline + 1
+
+
+def _json_rows(stream: BinaryIO, part: Slice, text_column: str) -> Iterator[Row]:
+    for index, line in enumerate(lines(stream, part.start, part.stop)):
+        if part.start == 0 and index == 0:
+            line = line.removeprefix(_BOM)
+        yield Row(index, _json_text(line, text_column) if line.strip() else None)
+
+
+def lines(stream: BinaryIO, start: int, stop: int | None) -> Iterator[bytes]:
+    """The lines that begin in bytes [start, stop); one longer than 256 MiB comes cut just past that."""
+    position = start
+    if start:
+        stream.seek(start - 1)
+        position = start - 1 + _skip_line(stream)
+    while stop is None or position < stop:
+        line = stream.readline(MAX_DOCUMENT_BYTES + 1)
+        if not line:
+            return
+        position += len(line)
+        if len(line) > MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
+            position += _skip_line(stream)
+        yield line
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    skipped = 0
+    while part := stream.readline(2**20):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _json_text(line: bytes, text_column: str) -> str | Fault:
+    if len(line) > MAX_DOCUMENT_BYTES:
+        return _fault("longer than 256 MiB", line)
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return _fault("invalid utf-8", line)
+    except (ValueError, RecursionError):
+        return _fault("invalid json", line)
+    if not isinstance(value, dict):
+        return _fault("not a json object", line)
+    if text_column not in value:
+        return _fault("missing column", line)
+    return _checked(value[text_column], line)
+
+
+def _parquet_rows(file: SourceFile, part: Slice, text_column: str) -> Iterator[Row]:
+    fs, path = arrow_filesystem(file.path)
+    index = 0
+    with pq.ParquetFile(path, filesystem=fs, pre_buffer=False) as table:
+        groups = list(range(part.start, table.num_row_groups if part.stop is None else part.stop))
+        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=[text_column]):
+            column = batch.column(0)
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            # As bytes, because one malformed string would otherwise fail the whole batch.
+            for value in column.cast(pa.large_binary()).to_pylist():
+                yield Row(index, Fault("null text", "") if value is None else _text(value))
+                index += 1
+
+
+def _text(content: bytes) -> str | Fault:
+    if len(content) > MAX_DOCUMENT_BYTES:
+        return _fault("longer than 256 MiB", content)
+    try:
+        return _checked(content.decode(), content)
+    except UnicodeDecodeError:
+        return _fault("invalid utf-8", content)
+
+
+def _checked(value: Any, content: bytes) -> str | Fault:
+    if value is None:
+        return _fault("null text", content)
+    if not isinstance(value, str):
+        return _fault("not a string", content)
+    if not value.strip():
+        return _fault("empty text", content)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return _fault("lone surrogate", content)
+    return value
+
+
+def _fault(reason: str, content: bytes) -> Fault:
+    return Fault(reason, content[: 4 * SAMPLE_CHARACTERS].decode(errors="replace").strip()[:SAMPLE_CHARACTERS])

@@ -1,0 +1,209 @@
+"""From what the user calls a source to files, and from files to fixed units of work."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lt2.config import ConfigError
+from lt2_platform.storage import S3, absolute, arrow_filesystem, filesystem
+
+STDLIB = "python-stdlib"
+PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line after each 128 KiB (about 32k tokens)
+UNIT_BYTES = 4 * 2**20
+MAX_UNITS = 10_000
+
+_FORMATS = {
+    ".txt": "text", ".text": "text", ".md": "text", ".py": "text",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
+}  # fmt: skip
+_COMPRESSIONS = {".zst": "zstd", ".zstd": "zstd", ".gz": "gzip"}
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file. `name` is what messages and manifests say; `version` is its sha256 or S3 etag."""
+
+    name: str
+    path: str
+    format: str
+    compression: str | None
+    bytes: int
+    version: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a file: bytes [start, stop) of text or jsonl (stop None: to the end), row groups of parquet."""
+
+    file: int
+    start: int
+    stop: int | None
+
+
+def find_files(source: str | Sequence[str], format: str = "auto") -> list[SourceFile]:
+    """Every file of `source` (paths, globs, folders, "python-stdlib"), in a fixed order, each once.
+
+    Raises ConfigError for a missing path, a glob or folder without usable files, an unknown extension.
+    """
+    sources = [source] if isinstance(source, str) else list(source)
+    named: dict[str, str] = {}  # path -> name, first mention wins
+    for one in sources:
+        for name, path in _stdlib() if one == STDLIB else _expand(one, format):
+            named.setdefault(path, name)
+    if not named:
+        raise ConfigError("no source given; set prepare.source to a file, folder, glob or python-stdlib")
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(lambda item: _inspect(item[1], item[0], format), named.items()))
+
+
+def _expand(source: str, format: str) -> Iterable[tuple[str, str]]:
+    location = absolute(source)
+    fs = filesystem(location)
+    if fs.isfile(location):
+        _format_of(location, format)
+        return [(location, location)]
+    if any(character in source for character in "*?["):
+        matches = fs.glob(location)
+        found = [inner for match in matches for inner in (_inside(fs, match) if fs.isdir(match) else [match])]
+    elif fs.isdir(location):
+        found = _inside(fs, location)
+    else:
+        raise ConfigError(f"source {source} does not exist; give a file, a folder, a glob or python-stdlib")
+    paths = sorted({(S3 if location.startswith(S3) else "") + path for path in found})
+    if not paths:
+        raise ConfigError(f"source {source} matches no file; check the path")
+    usable = [path for path in paths if format != "auto" or _format_and_compression(path)[0]]
+    if not usable:
+        raise ConfigError(
+            f"source {source} holds no text, jsonl or parquet file (found {os.path.basename(paths[0])}); "
+            "set prepare.format to say what these files are"
+        )
+    return [(path, path) for path in usable]
+
+
+def _inside(fs: Any, folder: str) -> list[str]:
+    """Every file below a folder, except hidden ones and the _SUCCESS kind that other tools leave."""
+    folder = folder.removeprefix(S3).rstrip("/")
+    below = [str(path).removeprefix(folder).lstrip("/") for path in fs.find(folder)]
+    return [f"{folder}/{path}" for path in below if not any(part.startswith((".", "_")) for part in path.split("/"))]
+
+
+def _stdlib() -> Iterable[tuple[str, str]]:
+    root = sysconfig.get_paths()["stdlib"]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
+        found += [os.path.join(folder, name) for name in files if name.endswith(".py")]
+    return sorted((f"{STDLIB}-{version}/{os.path.relpath(path, root)}", path) for path in found)
+
+
+def _format_and_compression(path: str) -> tuple[str | None, str | None]:
+    stem, extension = os.path.splitext(path.lower())
+    compression = _COMPRESSIONS.get(extension)
+    if compression:
+        extension = os.path.splitext(stem)[1]
+    return _FORMATS.get(extension), compression
+
+
+def _format_of(path: str, format: str) -> tuple[str, str | None]:
+    found, compression = _format_and_compression(path)
+    chosen = found if format == "auto" else format
+    if chosen is None:
+        raise ConfigError(f"cannot tell the format of {path}; set prepare.format to text, jsonl or parquet")
+    return chosen, None if chosen == "parquet" else compression
+
+
+def _inspect(name: str, path: str, format: str) -> SourceFile:
+    chosen, compression = _format_of(path, format)
+    if path.startswith(S3):
+        info = filesystem(path).info(path)
+        return SourceFile(name, path, chosen, compression, int(info["size"]), str(info.get("ETag", "")).strip('"'))
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return SourceFile(name, path, chosen, compression, os.path.getsize(path), digest)
+
+
+def describe(file: SourceFile, documents: int) -> dict[str, Any]:
+    """The manifest's record of a source file."""
+    version = {"etag" if file.path.startswith(S3) else "sha256": file.version}
+    return {"type": file.format, "path": file.name, "bytes": file.bytes, "documents": documents, **version}
+
+
+def plan_units(files: Sequence[SourceFile], text_column: str) -> list[list[Slice]]:
+    """Units of about 4 MiB (more for corpora beyond 40 GB), in source order; a function of the files alone.
+
+    Raises ConfigError for a parquet file that is damaged or lacks the text column.
+    """
+    size = max(UNIT_BYTES, sum(file.bytes for file in files) // MAX_UNITS)
+    size = -(-size // PIECE_BYTES) * PIECE_BYTES
+    units: list[list[Slice]] = [[]]
+    filled = 0
+    for index, file in enumerate(files):
+        for part, weight in _slices(index, file, size, text_column):
+            if filled + weight > size and units[-1]:
+                units.append([])
+                filled = 0
+            units[-1].append(part)
+            filled += weight
+    return [unit for unit in units if unit]
+
+
+def _slices(index: int, file: SourceFile, size: int, text_column: str) -> list[tuple[Slice, int]]:
+    if file.format == "parquet":
+        return _row_groups(index, file, size, text_column)
+    if file.compression or file.bytes <= size:
+        return [(Slice(index, 0, None), file.bytes)]  # a compressed stream has no way in but its beginning
+    cuts = range(0, file.bytes, size)
+    return [(Slice(index, cut, min(cut + size, file.bytes)), min(size, file.bytes - cut)) for cut in cuts]
+
+
+def _row_groups(index: int, file: SourceFile, size: int, text_column: str) -> list[tuple[Slice, int]]:
+    fs, path = arrow_filesystem(file.path)
+    try:
+        metadata = pq.read_metadata(path, filesystem=fs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file.name} is not a readable parquet file ({_line(error)}); replace or remove it"
+        ) from error
+    schema = metadata.schema.to_arrow_schema()
+    if text_column not in schema.names:
+        raise missing_column(file.name, text_column, schema.names)
+    kind = schema.field(text_column).type
+    if not _is_text(kind):
+        raise ConfigError(f"column '{text_column}' of {file.name} is {kind}, not text; set prepare.text_column")
+    return [
+        (Slice(index, group, group + 1), metadata.row_group(group).total_byte_size)
+        for group in range(metadata.num_row_groups)
+    ]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return any(
+        test(kind)
+        for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary,
+                     pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_null)
+    )  # fmt: skip
+
+
+def missing_column(name: str, column: str, present: Sequence[str]) -> ConfigError:
+    """The error for a file without the text column; it lists the columns that are there."""
+    listed = ", ".join(present) or "none"
+    return ConfigError(f"{name} has no column '{column}' (columns: {listed}); set prepare.text_column")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,265 @@
+"""Training data from a packed dataset: a deterministic endless order with one integer as its position.
+
+The sequence at a global position depends on (seed, manifest) only: position p is the (p mod n)-th sequence of epoch
+p // n. Step s of global batch G takes positions [s·G, (s+1)·G) and rank r its contiguous share of them, so a run can
+stop at any position and go on with any number of ranks: nothing is repeated, nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lt2.config import ConfigError
+from lt2_platform.data.prepare import MANIFEST, SCHEMA_VERSION
+from lt2_platform.data.units import ROW_GROUP
+from lt2_platform.storage import Storage
+
+WINDOW_BLOCKS = 64  # sequences are shuffled among 64 blocks of 64, which themselves come from anywhere in the corpus
+CACHE_BYTES = 512 * 2**20
+OPEN_FILES = 128
+
+
+def order(seed: int, epoch: int, n: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """Entries [start, stop) of epoch `epoch`'s permutation of range(n), int64; a pure function of its arguments.
+
+    Up to 4,096 sequences it is a plain shuffle. Beyond, blocks of 64 consecutive sequences (one parquet row group) are
+    shuffled over the whole corpus and then sequences within every 64 blocks, so that a reader touches each
+    row group about once per epoch.
+    """
+    stop = n if stop is None else stop
+    window = ROW_GROUP * WINDOW_BLOCKS
+    blocks = shuffled(-(-n // ROW_GROUP), seed, epoch, 0)
+    # Only the corpus's last block can be short; everything after it in the order moves up by what it lacks.
+    lengths = np.full(len(blocks), ROW_GROUP, dtype=np.int64)
+    lengths[blocks == len(blocks) - 1] -= len(blocks) * ROW_GROUP - n
+    parts, offset = [], 0
+    for index, first in enumerate(range(0, len(blocks), WINDOW_BLOCKS)):
+        chosen = blocks[first : first + WINDOW_BLOCKS]
+        size = int(lengths[first : first + WINDOW_BLOCKS].sum())
+        if offset < stop and offset + size > start:
+            inside = (chosen[:, None] * ROW_GROUP + np.arange(ROW_GROUP)).reshape(-1)
+            inside = inside[inside < n]
+            inside = inside[shuffled(size, seed, epoch, index + 1)]
+            parts.append(inside[max(start - offset, 0) : stop - offset])
+        offset += size
+        if offset >= stop:
+            break
+    assert window >= ROW_GROUP
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def shuffled(n: int, *key: int) -> np.ndarray:
+    """A permutation of range(n) from the integers `key`; ours, because NumPy may change its generators' streams."""
+    state = np.uint64(0)
+    with np.errstate(over="ignore"):
+        for part in key:
+            state = _splitmix64(np.array([state ^ np.uint64(part % 2**64)], dtype=np.uint64))[0]
+        draws = _splitmix64(state + np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return np.argsort(draws, kind="stable")
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    # Steele, Lea & Flood, "Fast splittable pseudorandom number generators" (2014): the output mix.
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def indices_at(seed: int, n: int, start: int, stop: int) -> np.ndarray:
+    """Sequence numbers at global positions [start, stop), across epoch ends, int64."""
+    parts = []
+    while start < stop:
+        epoch, first = divmod(start, n)
+        last = min(n, first + stop - start)
+        parts.append(order(seed, epoch, n, first, last))
+        start += last - first
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+class PackedDataset:
+    """One split of a folder written by `prepare`, read by row group with a bounded cache. Not for sharing by threads.
+
+    Raises ConfigError if `uri` holds no finished dataset of this version or no such split.
+    """
+
+    def __init__(self, uri: str, split: str = "train", *, cache_bytes: int = CACHE_BYTES):
+        self.storage = Storage(uri)
+        self.split = split
+        self.manifest = load_manifest(uri)
+        if split not in self.manifest["splits"]:
+            raise ConfigError(f"dataset {uri} has no split '{split}'; use {' or '.join(self.manifest['splits'])}")
+        files = self.manifest["splits"][split]["files"]
+        self.paths: list[str] = [file["path"] for file in files]
+        self.n_sequences: int = self.manifest["splits"][split]["sequences"]
+        self.seq_len: int = self.manifest["seq_len"]
+        self._firsts = np.cumsum([0, *(file["sequences"] for file in files)])
+        self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], dict[str, np.ndarray]] = OrderedDict()
+        group_bytes = ROW_GROUP * (self.seq_len + 1) * 8
+        self._max_groups = max(1, cache_bytes // group_bytes)
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Sequences by number: tokens int64 and doc_ids int32, both (B, seq_len + 1), and ids int64 (B,).
+
+        doc_ids counts documents within a row from 0; -1 marks padding (validation's last row only).
+        """
+        ids = np.asarray(indices, dtype=np.int64)
+        outside = ids[(ids < 0) | (ids >= self.n_sequences)]
+        if len(outside):
+            raise IndexError(f"sequence {outside[0]} of {self.n_sequences} in {self.storage.root}/{self.split}")
+        files = np.searchsorted(self._firsts, ids, side="right") - 1
+        rows = ids - self._firsts[files]
+        width = self.seq_len + 1
+        tokens = np.empty((len(ids), width), dtype=np.int64)
+        doc_ids = np.empty((len(ids), width), dtype=np.int32)
+        for place, (file, row) in enumerate(zip(files.tolist(), rows.tolist(), strict=True)):
+            group = self._group(file, row // ROW_GROUP)
+            tokens[place] = group["tokens"][row % ROW_GROUP]
+            doc_ids[place] = group["doc_ids"][row % ROW_GROUP]
+        return {"tokens": tokens, "doc_ids": doc_ids, "ids": ids}
+
+    def batches(
+        self,
+        *,
+        position: int,
+        global_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        prefetch: int = 2,
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """This rank's share of every global batch from `position` (sequences consumed by all ranks), without end.
+
+        Rank r gets entries [G·r/W, G·(r+1)/W) of each batch of G. `prefetch` batches are read ahead by a thread
+        (0: none), which ends when the iterator is closed or collected.
+        """
+        if not self.n_sequences:
+            raise ConfigError(f"dataset {self.storage.root} has no {self.split} sequence; prepare more text")
+        if world_size > global_batch_size:
+            raise ConfigError(f"global_batch_size {global_batch_size} is smaller than {world_size} workers; raise it")
+        own = self._own_batches(position, global_batch_size, rank, world_size, seed)
+        return read_ahead(own, prefetch) if prefetch else own
+
+    def _own_batches(self, position: int, size: int, rank: int, world_size: int, seed: int) -> Iterator[dict]:
+        first, last = size * rank // world_size, size * (rank + 1) // world_size
+        while True:
+            yield self.batch(indices_at(seed, self.n_sequences, position + first, position + last))
+            position += size
+
+    def _group(self, file: int, group: int) -> dict[str, np.ndarray]:
+        key = (file, group)
+        if key in self._groups:
+            self._groups.move_to_end(key)
+            return self._groups[key]
+        try:
+            table = self._parquet(file).read_row_group(group, columns=["tokens", "doc_ids"])
+        except (OSError, pa.ArrowException) as error:
+            raise self._damaged(file, " ".join(str(error).split())) from error
+        width = self.seq_len + 1
+        self._groups[key] = {
+            name: np.asarray(table[name].combine_chunks().flatten(), dtype=np.int32).reshape(-1, width)
+            for name in ("tokens", "doc_ids")
+        }
+        if len(self._groups) > self._max_groups:
+            self._groups.popitem(last=False)
+        return self._groups[key]
+
+    def _parquet(self, file: int) -> pq.ParquetFile:
+        if file in self._open:
+            self._open.move_to_end(file)
+            return self._open[file]
+        fs, path = self.storage.arrow_fs(self.paths[file])
+        opened = pq.ParquetFile(path, filesystem=fs, page_checksum_verification=True)
+        expected = int(self._firsts[file + 1] - self._firsts[file])
+        if opened.metadata.num_rows != expected:
+            raise self._damaged(file, f"{opened.metadata.num_rows:,} rows, the manifest says {expected:,}")
+        self._open[file] = opened
+        if len(self._open) > OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return opened
+
+    def _damaged(self, file: int, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.storage.join(self.paths[file])} is damaged ({what}); delete the dataset and prepare it"
+        )
+
+    def verify(self) -> None:
+        """Read every shard of the split and compare its sha256 with the manifest's; ConfigError names a bad one."""
+        for index, file in enumerate(self.manifest["splits"][self.split]["files"]):
+            try:
+                content = self.storage.read_bytes(file["path"])
+            except FileNotFoundError as error:
+                raise self._damaged(index, "the file is missing") from error
+            if hashlib.sha256(content).hexdigest() != file["sha256"]:
+                raise self._damaged(index, "its sha256 is not the manifest's")
+
+
+def load_manifest(uri: str) -> dict[str, Any]:
+    """The manifest of a finished dataset. Raises ConfigError if there is none or it is of another version."""
+    storage = Storage(uri)
+    try:
+        manifest = storage.read_json(MANIFEST)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{uri} is not a finished dataset (no {MANIFEST}); run prepare with this folder as out"
+        ) from error
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        found = manifest.get("schema_version")
+        raise ConfigError(
+            f"dataset {uri} has schema version {found}, this LT2 reads {SCHEMA_VERSION}; prepare it again"
+        )
+    return manifest
+
+
+_END = object()
+
+
+def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
+    """`source`, produced up to `depth` items ahead by a thread; its exceptions are raised here, in their place."""
+    items: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+
+    def put(item: tuple[Any, BaseException | None]) -> bool:
+        while not stopped.is_set():
+            try:
+                items.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def produce() -> None:
+        try:
+            for item in source:
+                if not put((item, None)):
+                    return
+            put((_END, None))
+        except Exception as error:  # whatever it is, it belongs to the consumer
+            put((_END, error))
+
+    def consume() -> Iterator[Any]:
+        thread = threading.Thread(target=produce, name="lt2-read-ahead", daemon=True)
+        thread.start()
+        try:
+            while True:
+                item, error = items.get()
+                if error is not None:
+                    raise error
+                if item is _END:
+                    return
+                yield item
+        finally:
+            stopped.set()
+            thread.join()
+
+    return consume()

@@ -1,0 +1,208 @@
+"""Three tokenizers behind one small interface: bytes, a Hugging Face tokenizer.json, Llama-3's tiktoken ranks.
+
+Text is always ordinary text: `<|end_of_text|>` inside a document is encoded as those characters, never as the special.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lt2.config import ConfigError
+from lt2_platform.storage import absolute, filesystem
+
+LLAMA3_RANKS = 128_000
+# From Meta's llama3/llama/tokenizer.py: the split pattern, the 256 special tokens and the limits below.
+LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_SPECIALS = (
+    ["<|begin_of_text|>", "<|end_of_text|>"]
+    + [f"<|reserved_special_token_{i}|>" for i in range(4)]
+    + ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
+    + [f"<|reserved_special_token_{i}|>" for i in range(5, 251)]
+)
+_LONG_RUN = re.compile(r"\s{1,25000}|\S{1,25000}")
+
+
+class Tokenizer(Protocol):
+    """What the rest of LT2 asks of a tokenizer. `sha256` identifies the vocabulary, not the file's spelling."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int
+    pad_id: int
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, (n,) uint32, without BOS or EOS."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; specials are left out, broken UTF-8 becomes U+FFFD."""
+        ...
+
+
+def encode(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
+    """Ids of one text as a prompt: BOS first if the tokenizer has one and `bos` is set, no EOS."""
+    ids = tokenizer.encode_batch([text])[0].tolist()
+    return [tokenizer.bos_id, *ids] if bos and tokenizer.bos_id is not None else ids
+
+
+def describe(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The manifest's record of a tokenizer."""
+    return {key: getattr(tokenizer, key) for key in ("name", "sha256", "vocab_size", "bos_id", "eos_id", "pad_id")}
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer called `spec`: "byte", or a local path or s3:// URI of a *.json or *.tiktoken file.
+
+    Raises ConfigError for anything else, for a missing file and for one that does not parse.
+    """
+    return _load("byte" if spec == "byte" else absolute(spec), spec)
+
+
+@functools.lru_cache(maxsize=4)  # a worker process loads a tokenizer once, not once per block
+def _load(location: str, spec: str) -> Tokenizer:
+    if location == "byte":
+        return ByteTokenizer()
+    if not location.endswith((".tiktoken", ".json")):
+        raise ConfigError(f"unknown tokenizer '{spec}'; use byte, or a path to a tokenizer.json or a *.tiktoken file")
+    content = _read(location, spec)
+    name = location.rsplit("/", 1)[-1]
+    if location.endswith(".tiktoken"):
+        return Llama3Tokenizer(name, content, spec)
+    return HubTokenizer(name, content, _neighbour(location, "tokenizer_config.json"), spec)
+
+
+def _read(location: str, spec: str) -> bytes:
+    fs = filesystem(location)
+    if not fs.exists(location):
+        raise ConfigError(
+            f"tokenizer file {spec} does not exist; use byte, or a path to a tokenizer.json or *.tiktoken"
+        )
+    return fs.cat_file(location)
+
+
+def _neighbour(location: str, name: str) -> dict[str, Any]:
+    beside = location.rsplit("/", 1)[0] + "/" + name
+    fs = filesystem(beside)
+    return json.loads(fs.cat_file(beside)) if fs.exists(beside) else {}
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte, then bos 256, eos 257, pad 258."""
+
+    name = "byte"
+    sha256 = hashlib.sha256(b"lt2 byte tokenizer 1: 256 bytes, bos 256, eos 257, pad 258").hexdigest()
+    vocab_size, bos_id, eos_id, pad_id = 259, 256, 257, 258
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class Llama3Tokenizer:
+    """Llama 3's byte-pair encoding: 128,000 ranks, then 256 specials (bos 128000, eos 128001)."""
+
+    def __init__(self, name: str, content: bytes, spec: str):
+        import tiktoken
+
+        ranks = _parse_ranks(content, spec)
+        specials = {token: LLAMA3_RANKS + index for index, token in enumerate(LLAMA3_SPECIALS)}
+        self.name = name
+        self.sha256 = hashlib.sha256(b"".join(base64.b64encode(token) + b"\n" for token in ranks)).hexdigest()
+        self.vocab_size = LLAMA3_RANKS + len(specials)
+        self.bos_id, self.eos_id = specials["<|begin_of_text|>"], specials["<|end_of_text|>"]
+        self.pad_id = self.eos_id
+        self._encoding = tiktoken.Encoding(
+            name,
+            pat_str=LLAMA3_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=specials,
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> np.ndarray:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:
+            # The regex engine's stack is too small for a run of a million spaces; Meta's code splits such runs.
+            parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in _LONG_RUN.findall(text)]
+            return np.concatenate(parts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([i for i in ids if i < LLAMA3_RANKS])
+
+
+def _parse_ranks(content: bytes, spec: str) -> dict[bytes, int]:
+    """token -> rank in rank order. Some copies of the file list the 256 specials after the ranks; they are dropped."""
+    try:
+        pairs = [line.split() for line in content.splitlines() if line.strip()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, binascii.Error) as error:
+        raise ConfigError(f"tokenizer file {spec} is not a tiktoken ranks file ({error}); download it again") from error
+    ranks = {token: rank for token, rank in ranks.items() if rank < LLAMA3_RANKS}
+    if len(ranks) != LLAMA3_RANKS or set(ranks.values()) != set(range(LLAMA3_RANKS)):
+        raise ConfigError(
+            f"tokenizer file {spec} has {len(ranks):,} ranks, Llama 3 has {LLAMA3_RANKS:,}; "
+            "give that model's tokenizer.json instead"
+        )
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+class HubTokenizer:
+    """A `tokenizers` file; BOS and EOS come from tokenizer_config.json beside it, else from their usual names."""
+
+    _BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
+    _EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|im_end|>", "[SEP]")
+    _PAD = ("<pad>", "<|pad|>", "[PAD]")
+
+    def __init__(self, name: str, content: bytes, settings: dict[str, Any], spec: str):
+        # Parallelism belongs to Ray: threads started inside every task would fight for the same cores.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except ValueError as error:
+            raise ConfigError(f"tokenizer file {spec} is not a tokenizer.json ({error}); export it again") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.name = name
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        eos = self._id(settings.get("eos_token"), self._EOS)
+        if eos is None:
+            raise ConfigError(
+                f"tokenizer {spec} names no end-of-text token; put a tokenizer_config.json with eos_token beside it"
+            )
+        self.bos_id, self.eos_id = self._id(settings.get("bos_token"), self._BOS), eos
+        pad = self._id(settings.get("pad_token"), self._PAD)
+        self.pad_id = eos if pad is None else pad
+
+    def _id(self, named: str | dict[str, Any] | None, usual: Sequence[str]) -> int | None:
+        token = named.get("content") if isinstance(named, dict) else named
+        found = (self._tokenizer.token_to_id(name) for name in ((token,) if token else usual))
+        return next((index for index in found if index is not None), None)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
