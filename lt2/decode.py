@@ -16,7 +16,8 @@ class GreedyStep:
     """Feed one token per row, return the most likely next one; (B,) int64 -> (B,) int64.
 
     On CUDA the step is captured once for this cache and replayed, so that a model of N·T small layers is not bound by
-    kernel launches. The cache must not be reallocated meanwhile.
+    kernel launches. The cache must not be reallocated meanwhile. A model that halts per token asks the device after each
+    loop whether to go on, so it is never captured.
     """
 
     def __init__(self, model: LoopedLM, cache: Cache, *, n_loops: int | None = None):
@@ -27,7 +28,7 @@ class GreedyStep:
 
     def __call__(self, token: Tensor) -> Tensor:
         self.token.copy_(token)
-        if self.token.is_cuda and self.graph is None:
+        if self.token.is_cuda and self.graph is None and self.model.config.halting is None:
             self.capture()
         if self.graph is None:
             self.run()
