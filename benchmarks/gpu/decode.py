@@ -1,0 +1,103 @@
+"""Decode throughput of 1.3B models as a share of the memory-bandwidth limit, with static caches and CUDA graphs.
+
+The limit is the time to read the blocks' weights T times, the head once, and the caches (states also written) at the
+measured copy bandwidth. Caches are filled to the context by setting their lengths: a step's cost does not depend on
+their values.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.device import ceilings, device, seconds
+from benchmarks.gpu.models import model_config
+from lt2.accounting import cache_table
+from lt2.config import ModelConfig
+from lt2.decode import GreedyStep
+from lt2.model import LoopedLM
+from lt2.parallel import wrap_blocks
+
+
+def random_model(config: ModelConfig, *, compile: bool) -> LoopedLM:
+    """bf16 weights of a sensible scale drawn on the device; quality does not matter for a throughput figure."""
+    with torch.device("meta"):
+        model = LoopedLM(config).to(torch.bfloat16)
+    model = model.to_empty(device=device())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else p.fill_(0.0 if "log" in name or "bias" in name else 1.0)
+    model.requires_grad_(False).eval()
+    if compile:
+        wrap_blocks(model, compile=True)
+    return model
+
+
+def bytes_per_step(model: LoopedLM, batch: int, context: int) -> float:
+    """What a decode step must move: weights of every unrolled block, the head, caches read, states written back."""
+    config = model.config
+    weights = 2.0 * config.vocab_size * config.dim
+    weights += sum(2.0 * p.numel() for p in model.blocks.parameters()) * config.n_loops
+    caches = 0.0
+    for loop in cache_table(config, context):
+        for layer in loop:
+            caches += sum(size * (2 if name == "state" else 1) for name, size in layer.items())
+    return weights + batch * caches
+
+
+def part(dry_run: bool, deadline: float = 130.0) -> list[dict[str, Any]]:
+    size, n_layers = ("tiny", 5) if dry_run else ("1.3b", 20)
+    contexts = (16, 64) if dry_run else (1024, 8192, 32768)
+    limit = ceilings(dry_run)["copy_bandwidth"]
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    for name in ("full+gdn", "gdn", "full", "gdn+dsa"):
+        config = model_config(name, size, n_layers=n_layers)
+        model = random_model(config, compile=not dry_run)
+        for batch in (1, 8):
+            for context in contexts:
+                row = {"part": "decode", "model": name, "batch": batch, "context": context}
+                if time.perf_counter() - started > deadline:
+                    rows.append({**row, "skipped": "time"})
+                    continue
+                rows.append({**row, **one(model, batch, context, limit, 8 if dry_run else 32)})
+        del model
+        if device().type == "cuda":
+            torch.cuda.empty_cache()
+    base = {(r["batch"], r["context"]): r.get("tokens_per_s") for r in rows if r["model"] == "full"}
+    for row in rows:
+        reference = base.get((row["batch"], row["context"]))
+        if reference and row.get("tokens_per_s"):
+            row["speedup_over_full"] = row["tokens_per_s"] / reference
+    return rows
+
+
+@torch.inference_mode()
+def one(model: LoopedLM, batch: int, context: int, limit: float, steps: int) -> dict[str, Any]:
+    try:
+        cache = model.init_cache(batch, context + 4 * steps)
+        cache.rewind(context)
+        step = GreedyStep(model, cache)
+        token = torch.zeros_like(cache.lengths)
+        step(token)
+
+        def decode() -> None:
+            cache.rewind(context)
+            for _ in range(steps):
+                step(token)
+
+        elapsed = seconds(decode, warmups=1, repeats=3) / steps
+        memory = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return {"out_of_memory": True}
+    needed = bytes_per_step(model, batch, context)
+    return {
+        "tokens_per_s": batch / elapsed,
+        "ms_per_step": elapsed * 1e3,
+        "share_of_limit": needed / limit / elapsed,
+        "gigabytes_per_step": needed / 1e9,
+        "peak_memory_gib": memory / 2**30,
+    }

@@ -1,0 +1,104 @@
+"""Every mixer's CUDA path against the same layer in fp64 on the PyTorch path: forward, gradients, decode, packing.
+
+The fp64 path itself is checked against token-by-token oracles in the test suite. Errors are ‖out - ref‖ / ‖ref‖.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.device import device
+from lt2.config import ModelConfig, mixer_types
+from lt2.model import LoopedLM, build
+
+# fp32 runs on tf32 tensor cores inside the Triton kernels; a loop of two and a head pass errors on.
+LIMITS = {"float32": 5e-3, "bfloat16": 3e-2}
+GRADIENT_LIMITS = {"float32": 1e-2, "bfloat16": 8e-2}
+
+SMALL: dict[str, dict[str, Any]] = {
+    "window": {"window": 48},
+    "nsa": {"num_heads": 16, "num_kv_heads": 1, "head_dim": 64},
+    "dsa": {"top_k": 32},
+    "mla": {"kv_rank": 64},
+}
+
+
+def relative(out: Tensor, ref: Tensor) -> float:
+    return float((out.double() - ref).norm() / ref.norm())
+
+
+def tiny_model(mixer: str) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=128,
+        dim=256,
+        num_heads=2,
+        n_layers=1,
+        n_loops=2,
+        layout={"type": "uniform", "mixer": {"type": mixer, **SMALL.get(mixer, {})}},  # type: ignore[arg-type]
+        max_seq_len=1024,
+    )
+
+
+def outputs(model: LoopedLM, ids: Tensor, weight: Tensor, doc_ids: Tensor | None = None) -> dict[str, Tensor]:
+    """Hidden states of a training pass and the gradients of a fixed projection of them."""
+    model.zero_grad()
+    hidden = model(ids, doc_ids=doc_ids).hidden
+    (hidden * weight.to(hidden.dtype)).sum().backward()
+    gradient = torch.cat([p.grad.flatten().double() for p in model.blocks.parameters() if p.grad is not None])
+    return {"forward": hidden.detach(), "gradient": gradient}
+
+
+@torch.no_grad()
+def decoded(model: LoopedLM, ids: Tensor, n_prefill: int) -> Tensor:
+    """Hidden states of a prefill and token-by-token steps."""
+    cache = model.init_cache(len(ids), ids.shape[1])
+    parts = [model(ids[:, :n_prefill], cache=cache).hidden]
+    parts += [model(ids[:, t : t + 1], cache=cache).hidden for t in range(n_prefill, ids.shape[1])]
+    return torch.cat(parts, dim=1)
+
+
+def check(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model = build(tiny_model(mixer), seed=1, device=device())
+    torch.nn.init.normal_(model.rho, std=0.3)  # type: ignore[arg-type]
+    model = model.to(dtype)
+    oracle = copy.deepcopy(model).double()
+    ids = torch.randint(128, (2, length), device=device())
+    weight = torch.randn(2, length, 256, device=device(), dtype=torch.float64)
+    doc_ids = (torch.arange(length, device=device()) * 3 // length)[None].repeat(2, 1)
+    name = str(dtype).removeprefix("torch.")
+    pairs = {
+        "whole": (outputs(model, ids, weight), outputs(oracle, ids, weight)),
+        "packed": (outputs(model, ids, weight, doc_ids), outputs(oracle, ids, weight, doc_ids)),
+    }
+    rows = []
+    for case, (ours, ref) in pairs.items():
+        for what, limit in (("forward", LIMITS[name]), ("gradient", GRADIENT_LIMITS[name])):
+            rows.append((case, what, relative(ours[what], ref[what]), limit))
+    full = oracle(ids).hidden.detach()
+    rows.append(("decode", "forward", relative(decoded(model, ids, length - 16), full), LIMITS[name]))
+    return [
+        {"part": "parity", "mixer": mixer, "dtype": name, "case": case, "what": what, "error": error, "limit": limit,
+         "ok": bool(error <= limit)}
+        for case, what, error, limit in rows
+    ]  # fmt: skip
+
+
+def part(dry_run: bool) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for mixer in sorted(mixer_types()):
+        for dtype in (torch.float32, torch.bfloat16):
+            started = time.perf_counter()
+            try:
+                rows += check(mixer, dtype, 70 if dry_run else 300)
+            except Exception as error:  # one mixer's failure is a result, and the others still get theirs
+                rows.append(
+                    {"part": "parity", "mixer": mixer, "dtype": str(dtype), "ok": False, "failure": f"{type(error).__name__}: {error}"[:400]}
+                )  # fmt: skip
+            rows[-1]["seconds"] = round(time.perf_counter() - started, 1)
+    return rows

@@ -1,0 +1,52 @@
+"""Prefill throughput of 1.3B models over context × batch, and where each runs out of memory (the paper's figure, thinned)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.decode import random_model
+from benchmarks.gpu.device import device, seconds
+from benchmarks.gpu.models import model_config
+from lt2.model import LoopedLM
+
+
+def part(dry_run: bool, deadline: float = 80.0) -> list[dict[str, Any]]:
+    size, n_layers = ("tiny", 5) if dry_run else ("1.3b", 20)
+    cells = [(1, 16), (2, 32)] if dry_run else [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (8, 32768)]
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    for name in ("full+gdn", "full", "gdn", "gdn+dsa"):
+        model = random_model(model_config(name, size, n_layers=n_layers), compile=False)
+        for batch, context in cells:
+            row = {"part": "prefill", "model": name, "batch": batch, "context": context}
+            if time.perf_counter() - started > deadline:
+                rows.append({**row, "skipped": "time"})
+                continue
+            rows.append({**row, **one(model, batch, context)})
+        del model
+        if device().type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+@torch.inference_mode()
+def one(model: LoopedLM, batch: int, context: int) -> dict[str, Any]:
+    try:
+        if device().type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        ids = torch.randint(model.config.vocab_size, (batch, context), device=device())
+        cache = model.init_cache(batch, context)
+
+        def prefill() -> None:
+            cache.rewind(0)
+            model.logits(model(ids, cache=cache).hidden[:, -1])
+
+        elapsed = seconds(prefill, warmups=1, repeats=2)
+        memory = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return {"out_of_memory": True}
+    return {"tokens_per_s": batch * context / elapsed, "peak_memory_gib": memory / 2**30}

@@ -1,0 +1,146 @@
+"""Training throughput of looped stacks at 4096 tokens: whole optimizer steps through lt2.training, beside fla's layers.
+
+MFU counts forward and backward once (recomputation is not useful work) over the measured matmul ceiling and over the
+card's nominal 989 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.device import ceilings, device
+from benchmarks.gpu.models import LAYOUTS, model_config
+from lt2.accounting import parameters, training_flops
+from lt2.config import ModelConfig
+from lt2.layout import layout
+from lt2.loss import next_token_objective
+from lt2.model import build
+from lt2.optim import adamw, warmup_cosine
+from lt2.parallel import shard, wrap_blocks
+from lt2.training import Batch, TrainConfig, TrainState, train
+
+NOMINAL_FLOPS = 989e12
+PEERS = ("full", "gdn", "kda", "full+gdn")
+# (model, size, micro-batch, recompute activations, compile)
+CASES = [
+    ("full+gdn", "1.3b", 4, True, True),
+    ("gdn", "1.3b", 4, True, True),
+    ("full", "1.3b", 4, True, True),
+    ("full+gdn", "0.6b", 8, True, True),
+    ("kda", "1.3b", 4, True, True),
+    ("gdn+dsa", "1.3b", 2, True, False),
+    ("full", "0.6b", 8, True, True),
+]
+
+
+class StepClock:
+    """Callback that records the time of every step; the first steps (compilation, autotuning) are dropped later."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
+        self.times.append(metrics["step_time"])
+
+
+def random_batches(vocab_size: int, batch: int, length: int) -> Iterator[Batch]:
+    while True:
+        yield Batch(tokens=torch.randint(vocab_size, (batch, length + 1), device=device()))
+
+
+def ours(config: ModelConfig, batch: int, length: int, *, recompute: bool, compile: bool, steps: int) -> dict[str, Any]:
+    model = build(config, device=device())
+    wrap_blocks(model, activation_checkpoint=recompute, compile=compile)
+    sharding = None
+    if device().type == "cuda":  # one rank: parameters are cast to bf16 once per step, as in a real run
+        mesh = dist.device_mesh.init_device_mesh("cuda", (1,), mesh_dim_names=("data",))
+        sharding = shard(model, mesh, param_dtype=torch.bfloat16)
+    optimizer = adamw(model, lr=1e-4)
+    train_config = TrainConfig(steps=steps, global_batch_size=batch, lr=1e-4, log_every=1)
+    clock = StepClock()
+    train(
+        model, next_token_objective(), random_batches(config.vocab_size, batch, length), optimizer,
+        warmup_cosine(lr=1e-4, steps=steps), train_config, TrainState(), [clock], sharding=sharding,
+    )  # fmt: skip
+    return measured(clock.times, batch * length)
+
+
+def peer(config: ModelConfig, batch: int, length: int, *, recompute: bool, steps: int) -> dict[str, Any]:
+    from benchmarks.gpu.peer import PeerLM, peer_step
+
+    mixers = [spec.type for spec in layout(config)[0]]
+    model = PeerLM(
+        mixers, dim=config.dim, num_heads=config.num_heads, ffn=config.ffn_dim, vocab_size=config.vocab_size,
+        n_loops=config.n_loops,
+    ).to(device())  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = random_batches(config.vocab_size, batch, length)
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        peer_step(model, optimizer, next(batches).tokens, recompute=recompute)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return measured(times, batch * length)
+
+
+def measured(times: list[float], tokens: int) -> dict[str, Any]:
+    """The fastest half of the steps, without the first two: the median of what a long run would see."""
+    steady = sorted(times[2:] or times)
+    step = steady[len(steady) // 2]
+    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return {"step_s": step, "tokens_per_s": tokens / step, "first_step_s": times[0], "peak_memory_gib": memory}
+
+
+def fresh() -> None:
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def part(dry_run: bool, deadline: float = 170.0) -> list[dict[str, Any]]:
+    if device().type == "cuda" and not dist.is_initialized():
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+        dist.init_process_group("nccl", rank=0, world_size=1)
+    limit = ceilings(dry_run)["matmul_flops"]
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    for name, size, batch, recompute, compile in CASES:
+        length, n_layers = (32, 5) if dry_run else (4096, 10)
+        config = model_config(name, "tiny" if dry_run else size, n_layers=n_layers, vocab_size=32_768, max_seq_len=4096)
+        row: dict[str, Any] = {
+            "part": "training", "model": name, "size": size, "n_layers": n_layers, "n_loops": config.n_loops,
+            "batch": batch, "length": length, "recompute": recompute, "compile": compile,
+            "parameters": parameters(config).total, "layout": LAYOUTS[name]["type"],
+        }  # fmt: skip
+        if time.perf_counter() - started > deadline:
+            rows.append({**row, "skipped": "time"})
+            continue
+        fresh()
+        try:
+            flops = training_flops(config, length)
+            steps = 2 if dry_run else 7
+            row |= ours(config, batch, length, recompute=recompute, compile=compile and not dry_run, steps=steps)
+            row["mfu_measured_ceiling"] = row["tokens_per_s"] * flops / limit
+            row["mfu_nominal"] = row["tokens_per_s"] * flops / NOMINAL_FLOPS
+        except Exception as error:  # the remaining cases still get their figures
+            row["failure"] = f"{type(error).__name__}: {error}"[:600]
+        if name in PEERS and not dry_run:
+            fresh()
+            try:
+                theirs = peer(config, batch, length, recompute=recompute, steps=6)
+                row["peer_tokens_per_s"] = theirs["tokens_per_s"]
+                row["peer_peak_memory_gib"] = theirs["peak_memory_gib"]
+                if "tokens_per_s" in row:
+                    row["ratio"] = row["tokens_per_s"] / theirs["tokens_per_s"]
+            except Exception as error:
+                row["peer_failure"] = f"{type(error).__name__}: {error}"[:600]
+        rows.append(row)
+    return rows
