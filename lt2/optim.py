@@ -1,0 +1,73 @@
+"""AdamW with the usual exemptions from weight decay, and the learning-rate schedule as a pure function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+# Decaying these pulls gates and time constants towards values that mean nothing (A_log = 0 is a decay of e^-1).
+NO_DECAY_NAMES = frozenset({"A_log", "dt_bias", "rho"})
+
+Schedule = Callable[[int], float]
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """True for matrices: everything but norms, biases, A_log, dt_bias and rho."""
+    return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] not in NO_DECAY_NAMES
+
+
+def param_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, decay_all: bool = False
+) -> list[dict]:
+    """AdamW groups of the trainable parameters, split by weight decay; `decay_all` is the paper's decay-everything.
+
+    Sharded and replicated parameters get separate groups: torch's multi-tensor kernels reject a mixture of the two.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        decay = weight_decay if decay_all or decays(name, parameter) else 0.0
+        groups.setdefault((decay, isinstance(parameter, DTensor)), []).append(parameter)
+    return [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
+
+
+def adamw(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    decay_all: bool = False,
+) -> torch.optim.AdamW:
+    """AdamW over the model's trainable parameters; build it after sharding, so that its state is sharded too."""
+    groups = param_groups(model.named_parameters(), weight_decay=weight_decay, decay_all=decay_all)
+    fused = all(p.is_cuda for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def warmup_cosine(*, lr: float, steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.1) -> Schedule:
+    """step -> learning rate: linear from lr/warmup to lr, then cosine to min_lr_ratio·lr at the last step.
+
+    A pure function of the step (0-based), so a resumed run needs nothing but its step number.
+    """
+    return partial(_warmup_cosine, lr=lr, steps=steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
+
+
+def _warmup_cosine(step: int, *, lr: float, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
+    return lr * (min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group its rate; a group's own `lr_scale` (distillation's slow group) multiplies it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -1,0 +1,266 @@
+"""The training loop: plain torch, read it from top to bottom.
+
+One optimizer step: take this rank's share of the global batch, run it in micro-batches, reduce gradients once, divide
+by the number of tokens the whole global batch counted, clip, update. Objective, data, checkpoints and metrics come
+from outside; with the same arguments and state the losses are the same bits on CPU. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from lt2 import parallel
+from lt2.config import Config, ConfigError
+from lt2.loss import Objective
+from lt2.optim import Schedule, set_lr
+from lt2.parallel import Sharding
+
+
+@dataclass
+class Batch:
+    """Sequences of one rank: tokens (B, L+1) int64, of which L are inputs and L are targets.
+
+    doc_ids (B, L+1): document ordinal within the row, -1 on padding. loss_mask (B, L+1): which tokens are learned.
+    ids (B,): sequence ids. step: the optimizer step, for whatever draws at random per step.
+    """
+
+    tokens: Tensor
+    doc_ids: Tensor | None = None
+    loss_mask: Tensor | None = None
+    ids: Tensor | None = None
+    step: int | None = None
+
+    def split(self, size: int) -> list[Batch]:
+        """Micro-batches of at most `size` sequences, in order."""
+        return [self._map(lambda tensor, at=at: tensor[at : at + size]) for at in range(0, len(self.tokens), size)]
+
+    def to(self, device: torch.device) -> Batch:
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, function: Any) -> Batch:
+        values = {name: getattr(self, name) for name in ("tokens", "doc_ids", "loss_mask", "ids")}
+        return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
+
+
+class TrainConfig(Config):
+    """How to train. Batch sizes count sequences; `global_batch_size` stays the same for any number of workers."""
+
+    steps: int = Field(gt=0)
+    global_batch_size: int = Field(gt=0)
+    micro_batch_size: int | None = Field(default=None, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: int = Field(default=0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.1, ge=0)
+    decay_all: bool = False
+    grad_clip: float | None = Field(default=1.0, gt=0)
+    z_loss: float = Field(default=0.0, ge=0)
+    document_mask: bool = False
+    seed: int = 0
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    activation_checkpoint: bool = False
+    compile: bool = False
+    keep_gathered: bool = True
+    log_every: int = Field(default=10, gt=0)
+    checkpoint_every: int | None = Field(default=None, gt=0)
+    keep_checkpoints: int = Field(default=2, gt=0)
+    eval_every: int | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} leaves no step of {self.steps} at the full lr")
+        return self
+
+
+@dataclass
+class TrainState:
+    """Where training stands; with the model, the optimizer and the RNG it is everything a resume needs.
+
+    step: optimizer steps done. position: sequences of the global order consumed. tokens: tokens that counted in a loss.
+    """
+
+    step: int = 0
+    position: int = 0
+    tokens: int = 0
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the gradient norm became NaN or infinite; raised before anything of it is saved."""
+
+
+@dataclass
+class _Window:
+    """Sums since the last time metrics were read from the device."""
+
+    device: torch.device
+    started: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
+    steps: int = 0
+    tokens: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+
+
+def train(
+    model: nn.Module,
+    objective: Objective,
+    data: Iterator[Batch],
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    config: TrainConfig,
+    state: TrainState,
+    callbacks: Sequence[Any] = (),
+    *,
+    sharding: Sharding | None = None,
+) -> TrainState:
+    """Train from `state` to `config.steps`, in place, and return the state.
+
+    data yields this rank's share of each global batch, beginning at state.position. Callbacks are objects with any of
+    on_step(state, metrics) every log_every steps, on_checkpoint(state, model, optimizer) every checkpoint_every steps
+    and at the end, on_eval(state, model) every eval_every steps, on_end(state). Metrics are floats: loss (with z-loss
+    and aux), the objective's own, lr, grad_norm (before clipping), tokens_per_s (all ranks), and seconds per step
+    step_time and data_wait. Raises NonFiniteLossError when a loss that is read is not finite, and ConfigError when the
+    data ends early.
+    """
+    device = next(model.parameters()).device
+    precision = autocast_dtype(config.precision, device)
+    window = _Window(device)
+    model.train()
+    while state.step < config.steps:
+        asked = time.perf_counter()
+        batch = _next_batch(data, state, config)
+        window.waited += time.perf_counter() - asked
+
+        set_lr(optimizer, lr := schedule(state.step))
+        batch = replace(batch, step=state.step)
+        sums, expected = _forward_backward(model, objective, batch, config, precision, sharding)
+        totals, grad_norm = _finish_gradients(model, sums, expected, config.grad_clip, sharding)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        state.step += 1
+        state.position += config.global_batch_size
+        window.steps += 1
+        window.tokens += totals["n_tokens"]
+        due = _due(state.step, config)
+        if not due:
+            continue
+        metrics = _read_metrics(totals, grad_norm, lr, window, state)
+        window = _Window(device)
+        if "log" in due:
+            _call(callbacks, "on_step", state, metrics)
+        if "eval" in due:
+            _call(callbacks, "on_eval", state, model)
+            parallel.reshard(sharding)
+            model.train()
+        if "checkpoint" in due:
+            _call(callbacks, "on_checkpoint", state, model, optimizer)
+        window.started = time.perf_counter()
+    _call(callbacks, "on_end", state)
+    return state
+
+
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """bf16 where asked for, or under "auto" where the device is fast at it; None means fp32."""
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if precision == "bf16" or (precision == "auto" and fast) else None
+
+
+def _next_batch(data: Iterator[Batch], state: TrainState, config: TrainConfig) -> Batch:
+    batch = next(data, None)
+    if batch is None:
+        raise ConfigError(f"the data ended at step {state.step} of {config.steps}; lower train.steps or add data")
+    return batch
+
+
+def _forward_backward(
+    model: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    config: TrainConfig,
+    precision: torch.dtype | None,
+    sharding: Sharding | None,
+) -> tuple[dict[str, Tensor], int]:
+    """Accumulate gradients of (loss sum / expected tokens) over the micro-batches; (sums over this rank, expected)."""
+    device = next(model.parameters()).device
+    # A constant close to the number of tokens keeps gradients near their final size; the exact count of the global
+    # batch is known only after the last rank's last micro-batch.
+    expected = config.global_batch_size * (batch.tokens.shape[1] - 1)
+    parts = batch.split(config.micro_batch_size or len(batch.tokens))
+    sums: dict[str, Tensor] = {}
+    for index, part in enumerate(parts):
+        autocast = torch.autocast(device.type, precision) if precision else nullcontext()
+        with parallel.micro_step(sharding, last=index == len(parts) - 1):
+            with autocast:
+                loss, n_tokens, metrics = objective(model, part.to(device))
+            (loss / expected).backward()
+        for name, value in {"loss": loss, "n_tokens": n_tokens, **metrics}.items():
+            value = value.detach().double()
+            sums[name] = sums[name] + value if name in sums else value
+    return sums, expected
+
+
+def _finish_gradients(
+    model: nn.Module, sums: dict[str, Tensor], expected: int, clip: float | None, sharding: Sharding | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Turn accumulated gradients into those of the mean loss per token, clipped; (sums over ranks, gradient norm)."""
+    parallel.reduce_replicated_gradients(sharding)
+    names = sorted(sums)
+    local = torch.stack([*(sums[name] for name in names), parallel.gradient_square(model, sharding)])
+    # One small all-reduce carries the loss, the counts and the gradient norm.
+    *values, square = parallel.all_reduce(sharding, local).unbind()
+    totals = dict(zip(names, values))
+    to_mean = expected / totals["n_tokens"].clamp(min=1)
+    grad_norm = square.sqrt() * to_mean
+    factor = to_mean if clip is None else to_mean * (clip / (grad_norm + 1e-6)).clamp(max=1)
+    parallel.scale_gradients(model, factor)
+    return totals, grad_norm
+
+
+def _due(step: int, config: TrainConfig) -> set[str]:
+    """What happens after `step`. Everything does at the last step, so that a finished run is logged and saved."""
+    every = {"log": config.log_every, "eval": config.eval_every, "checkpoint": config.checkpoint_every}
+    last = step == config.steps
+    return {name for name, n in every.items() if n and step % n == 0} | ({"log", "checkpoint"} if last else set())
+
+
+def _read_metrics(
+    totals: dict[str, Tensor], grad_norm: Tensor, lr: float, window: _Window, state: TrainState
+) -> dict[str, float]:
+    """Copy the step's figures from the device (this waits for it) and stop the run if they are not finite."""
+    count = max(1.0, totals["n_tokens"].item())
+    means = {name: value.item() / count for name, value in totals.items() if name != "n_tokens"}
+    norm = grad_norm.item()
+    if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
+        raise NonFiniteLossError(
+            f"step {state.step}: loss {means['loss']}, gradient norm {norm}; "
+            "lower train.lr or raise train.warmup_steps, and resume from the last checkpoint"
+        )
+    tokens = window.tokens.item()
+    state.tokens += int(tokens)
+    elapsed = time.perf_counter() - window.started
+    return means | {
+        "lr": lr,
+        "grad_norm": norm,
+        "tokens_per_s": tokens / elapsed,
+        "step_time": elapsed / window.steps,
+        "data_wait": window.waited / window.steps,
+    }
+
+
+def _call(callbacks: Sequence[Any], name: str, *args: Any) -> None:
+    for callback in callbacks:
+        if (function := getattr(callback, name, None)) is not None:
+            function(*args)
