@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from lt2.cache import LayerCache
 from lt2.layers import l2_normalise, mask_padding
-from lt2.ops.gated_delta import gated_delta_rule, gated_delta_rule_step
-from lt2.ops.gated_linear import gated_linear_attention, gated_linear_attention_step
+from lt2.ops.gated_delta import gated_delta_rule
+from lt2.ops.gated_linear import gated_linear_attention
+from lt2.ops.step import recurrent_step_
 from lt2.sequence import SequenceInfo
 
 
@@ -37,9 +38,7 @@ def run_linear_attention(
         return gated_linear_attention(q, k, v, g, scale=scale, reset=seq.reset)[0]
     if is_step(q, seq):
         step_g = None if g is None else g[:, 0]
-        o, state = gated_linear_attention_step(q[:, 0], k[:, 0], v[:, 0], step_g, cache["state"], scale=scale)
-        cache["state"].copy_(state)
-        return o[:, None]
+        return recurrent_step_(q[:, 0], k[:, 0], v[:, 0], step_g, None, cache["state"], scale=scale)[:, None]
     k, g = mask_update(k, g, seq)
     o, state = gated_linear_attention(q, k, v, g, scale=scale, initial_state=cache["state"], output_final_state=True)
     cache["state"].copy_(state)
@@ -63,9 +62,7 @@ def run_delta_rule(
         return gated_delta_rule(q, k, v, g, beta, reset=seq.reset)[0]
     if is_step(q, seq):
         step_g = None if g is None else g[:, 0]
-        o, state = gated_delta_rule_step(q[:, 0], k[:, 0], v[:, 0], step_g, beta[:, 0], cache["state"])
-        cache["state"].copy_(state)
-        return o[:, None]
+        return recurrent_step_(q[:, 0], k[:, 0], v[:, 0], step_g, beta[:, 0], cache["state"])[:, None]
     k, g = mask_update(k, g, seq)
     o, state = gated_delta_rule(q, k, v, g, beta, initial_state=cache["state"], output_final_state=True)
     cache["state"].copy_(state)
