@@ -109,7 +109,7 @@ def _build(
         # Chance left one side without a document, so the corpus is small: dividing it again is cheap.
         chosen = job(forced)
         records = _tokenize(work, chosen, parallelism)
-    splits = _write_splits(records, chosen, parallelism, seq_len=config.seq_len)
+    splits = _write_splits(records, chosen, parallelism)
     return {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
@@ -134,16 +134,14 @@ def _tokenize(work: Sequence[Unit], job: Job, parallelism: int | None) -> list[d
     return sorted(records, key=lambda record: record["unit"])
 
 
-def _write_splits(
-    records: Sequence[dict[str, Any]], job: Job, parallelism: int | None, *, seq_len: int
-) -> dict[str, Any]:
+def _write_splits(records: Sequence[dict[str, Any]], job: Job, parallelism: int | None) -> dict[str, Any]:
     totals = {split: sum(record["tokens"].get(split, 0) for record in records) for split in SPLITS}
     # The end of the training stream that fills no row is dropped; validation keeps it, padded.
     rows = {"train": totals["train"] // job.width, "validation": -(-totals["validation"] // job.width)}
     if not rows["train"]:
         raise ConfigError(
-            f"the corpus has {totals['train']:,} training tokens, fewer than one sequence of seq_len + 1 = {job.width:,}; "
-            f"lower prepare.seq_len below {seq_len:,} or add text"
+            f"the corpus has {totals['train']:,} training tokens, fewer than one sequence of seq_len + 1 = "
+            f"{job.width:,}; lower prepare.seq_len or add text"
         )
     shards = [shard for split in SPLITS for shard in _shards(records, job, split, rows[split], totals[split])]
     files: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
@@ -271,9 +269,7 @@ def _finished(storage: Storage, fingerprint: str) -> dict[str, Any]:
     if manifest.get("fingerprint") == fingerprint:
         storage.delete(".staging")
         return manifest
-    raise ConfigError(
-        f"{storage.root} holds a dataset prepared from other input or settings; choose another or delete it"
-    )
+    raise ConfigError(f"{storage.root} holds a dataset of other input or settings; choose another folder or delete it")
 
 
 def _copy_tokenizer(spec: str, storage: Storage) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pickle
@@ -45,11 +46,11 @@ def spread(function: Callable[[Any, Any], Any], items: Sequence[Any], shared: An
         data.context.enable_progress_bars = False
         compute = ray.data.TaskPoolStrategy(size=limit)
         call = pickle.dumps((function, shared))
-        for row in data.map(_call, fn_args=(call,), num_cpus=1, compute=compute).iter_rows():
+        for row in data.map(functools.partial(_call, call), num_cpus=1, compute=compute).iter_rows():
             yield pickle.loads(row["result"])
 
 
-def _call(row: dict[str, Any], call: bytes) -> dict[str, Any]:
+def _call(call: bytes, row: dict[str, Any]) -> dict[str, Any]:
     function, shared = pickle.loads(call)
     return {"result": pickle.dumps(function(pickle.loads(row["item"]), shared))}
 

@@ -7,6 +7,7 @@ stop at any position and go on with any number of ranks: nothing is repeated, no
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import queue
 import threading
@@ -36,25 +37,32 @@ def order(seed: int, epoch: int, n: int, start: int = 0, stop: int | None = None
     row group about once per epoch.
     """
     stop = n if stop is None else stop
-    window = ROW_GROUP * WINDOW_BLOCKS
+    blocks, offsets = _block_order(seed, epoch, n)
+    parts = [np.empty(0, dtype=np.int64)]
+    for window in range(*_windows_of(offsets, start, stop)):
+        chosen = blocks[window * WINDOW_BLOCKS : (window + 1) * WINDOW_BLOCKS]
+        inside = (chosen[:, None] * ROW_GROUP + np.arange(ROW_GROUP)).reshape(-1)
+        inside = inside[inside < n]
+        inside = inside[shuffled(len(inside), seed, epoch, window + 1)]
+        first = int(offsets[window])
+        parts.append(inside[max(start - first, 0) : stop - first])
+    return np.concatenate(parts)
+
+
+@functools.lru_cache(maxsize=4)  # asked for at every step
+def _block_order(seed: int, epoch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """(blocks in shuffled order, offset of every window of them and the end); the corpus's last block may be short."""
     blocks = shuffled(-(-n // ROW_GROUP), seed, epoch, 0)
-    # Only the corpus's last block can be short; everything after it in the order moves up by what it lacks.
-    lengths = np.full(len(blocks), ROW_GROUP, dtype=np.int64)
-    lengths[blocks == len(blocks) - 1] -= len(blocks) * ROW_GROUP - n
-    parts, offset = [], 0
-    for index, first in enumerate(range(0, len(blocks), WINDOW_BLOCKS)):
-        chosen = blocks[first : first + WINDOW_BLOCKS]
-        size = int(lengths[first : first + WINDOW_BLOCKS].sum())
-        if offset < stop and offset + size > start:
-            inside = (chosen[:, None] * ROW_GROUP + np.arange(ROW_GROUP)).reshape(-1)
-            inside = inside[inside < n]
-            inside = inside[shuffled(size, seed, epoch, index + 1)]
-            parts.append(inside[max(start - offset, 0) : stop - offset])
-        offset += size
-        if offset >= stop:
-            break
-    assert window >= ROW_GROUP
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    sizes = np.where(blocks == len(blocks) - 1, n - (len(blocks) - 1) * ROW_GROUP, ROW_GROUP)
+    ends = np.cumsum(sizes)[WINDOW_BLOCKS - 1 :: WINDOW_BLOCKS]
+    whole = len(blocks) % WINDOW_BLOCKS == 0
+    return blocks, np.concatenate([[0], ends, [] if whole else [n]]).astype(np.int64)
+
+
+def _windows_of(offsets: np.ndarray, start: int, stop: int) -> tuple[int, int]:
+    if start >= stop:
+        return 0, 0
+    return int(np.searchsorted(offsets, start, "right")) - 1, int(np.searchsorted(offsets, stop, "left"))
 
 
 def shuffled(n: int, *key: int) -> np.ndarray:
