@@ -62,8 +62,12 @@ class MixerConfig(Config):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         name = cls.model_fields["type"].default
-        if isinstance(name, str):
-            _mixer_types[name] = cls
+        if not isinstance(name, str):
+            return
+        known = _mixer_types.get(name)
+        if known is not None and known.__module__.startswith("lt2.") and known.__module__ != cls.__module__:
+            raise ConfigError(f"mixer type {name!r} of {cls.__name__} is a shipped one; give your mixer another type")
+        _mixer_types[name] = cls
 
     def check(self, dims: Dims) -> None:
         """Raise ValueError, naming the rule and the values, when this mixer cannot be built at `dims`."""
