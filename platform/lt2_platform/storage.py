@@ -40,8 +40,8 @@ def absolute(uri: str) -> str:
     return os.path.abspath(os.path.expanduser(uri.removeprefix("file://")))
 
 
-def filesystem(uri: str) -> fsspec.AbstractFileSystem:
-    """The fsspec filesystem that holds `uri`; S3 reads its endpoint and keys from the usual AWS_* variables."""
+def filesystem(uri: str) -> Any:
+    """The fsspec filesystem (its stubs type little) that holds `uri`; S3 reads its endpoint and keys from the usual AWS_* variables."""
     if not uri.startswith(S3):
         return fsspec.filesystem("file")
     _tame_checksums()
@@ -85,7 +85,8 @@ class Storage:
         object.__setattr__(self, "root", absolute(root or default_root()))
 
     @property
-    def fs(self) -> fsspec.AbstractFileSystem:
+    def fs(self) -> Any:
+        """The fsspec filesystem of the root, for what has no method here."""
         return filesystem(self.root)
 
     def join(self, *parts: str) -> str:

@@ -21,8 +21,11 @@ from lt2.config import ConfigError
 from lt2_platform.storage import absolute, filesystem
 
 LLAMA3_RANKS = 128_000
-# From Meta's llama3/llama/tokenizer.py: the split pattern, the 256 special tokens and the limits below.
-LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# From Meta's llama3/llama/tokenizer.py: the split pattern, the 256 special tokens and the longest run.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA3_SPECIALS = (
     ["<|begin_of_text|>", "<|end_of_text|>"]
     + [f"<|reserved_special_token_{i}|>" for i in range(4)]
@@ -38,9 +41,11 @@ class Tokenizer(Protocol):
     name: str
     sha256: str
     vocab_size: int
-    bos_id: int | None
     eos_id: int
     pad_id: int
+
+    @property
+    def bos_id(self) -> int | None: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, (n,) uint32, without BOS or EOS."""

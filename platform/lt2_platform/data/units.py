@@ -201,7 +201,8 @@ def _parquet(sequence_ids: np.ndarray, tokens: np.ndarray, doc_ids: np.ndarray) 
         row_group_size=ROW_GROUP,
         compression="zstd",
         compression_level=1,
-        use_dictionary=["doc_ids.list.element"],  # a few small integers; token ids would overflow a dictionary
+        # doc_ids are a few small integers; token ids would overflow a dictionary. (pyarrow's stub knows only bool.)
+        use_dictionary=["doc_ids.list.element"],  # pyright: ignore[reportArgumentType]
         write_page_checksum=True,
     )
     return buffer.getvalue()
