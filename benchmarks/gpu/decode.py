@@ -47,13 +47,15 @@ def bytes_per_step(model: LoopedLM, batch: int, context: int) -> float:
     return weights + batch * caches
 
 
-def part(dry_run: bool, deadline: float = 130.0) -> list[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, deadline: float = 130.0) -> list[dict[str, Any]]:
     size, n_layers = ("tiny", 5) if dry_run else ("1.3b", 20)
     contexts = (16, 64) if dry_run else (1024, 8192, 32768)
     limit = ceilings(dry_run)["copy_bandwidth"]
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for name in ("full+gdn", "gdn", "full", "gdn+dsa"):
+        if only is not None and name not in only:
+            continue
         config = model_config(name, size, n_layers=n_layers)
         model = random_model(config, compile=not dry_run)
         for batch in (1, 8):

@@ -43,13 +43,15 @@ def held_out_loss(model: torch.nn.Module, data: torch.Tensor, length: int, batch
     return total / count
 
 
-def part(dry_run: bool, deadline: float = 110.0) -> list[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, deadline: float = 110.0) -> list[dict[str, Any]]:
     data = corpus()
     split = int(len(data) * 0.95)
     length, batch, steps = (32, 2, 3) if dry_run else (512, 32, 300)
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for name in ("full+gdn", "full", "gdn"):
+        if only is not None and name not in only:
+            continue
         for n_loops in (4, 1):
             row: dict[str, Any] = {"part": "learning", "model": name, "n_loops": n_loops, "steps": steps, "length": length}
             if time.perf_counter() - started > deadline:

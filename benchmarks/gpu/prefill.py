@@ -13,12 +13,14 @@ from benchmarks.gpu.models import model_config
 from lt2.model import LoopedLM
 
 
-def part(dry_run: bool, deadline: float = 80.0) -> list[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, deadline: float = 80.0) -> list[dict[str, Any]]:
     size, n_layers = ("tiny", 5) if dry_run else ("1.3b", 20)
     cells = [(1, 16), (2, 32)] if dry_run else [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (8, 32768)]
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for name in ("full+gdn", "full", "gdn", "gdn+dsa"):
+        if only is not None and name not in only:
+            continue
         model = random_model(model_config(name, size, n_layers=n_layers), compile=False)
         for batch, context in cells:
             row = {"part": "prefill", "model": name, "batch": batch, "context": context}

@@ -105,7 +105,7 @@ def fresh() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def part(dry_run: bool, deadline: float = 170.0) -> list[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, deadline: float = 170.0) -> list[dict[str, Any]]:
     if device().type == "cuda" and not dist.is_initialized():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
         dist.init_process_group("nccl", rank=0, world_size=1)
@@ -113,6 +113,8 @@ def part(dry_run: bool, deadline: float = 170.0) -> list[dict[str, Any]]:
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for name, size, batch, recompute, compile in CASES:
+        if only is not None and name not in only:
+            continue
         length, n_layers = (32, 5) if dry_run else (4096, 10)
         config = model_config(name, "tiny" if dry_run else size, n_layers=n_layers, vocab_size=32_768, max_seq_len=4096)
         row: dict[str, Any] = {
