@@ -14,6 +14,7 @@ import torch
 from lt2.cache import cache_dtype
 from lt2.config import ModelConfig
 from lt2.layout import layout
+from lt2.mixers.shared import SharedRows
 from lt2.model import LoopedLM
 
 
@@ -50,7 +51,9 @@ def forward_flops(config: ModelConfig, seq_len: int, *, n_loops: int | None = No
     for loop in range(loops):
         for layer, spec in enumerate(schedule[min(loop, len(schedule) - 1)]):
             block = blocks[layer]
-            used = [p.numel() for p in block.mixers[spec.weights].parameters() if p.dim() > 1]
+            mixer = block.mixers[spec.weights]
+            used = [p.numel() for p in mixer.parameters() if p.dim() > 1]
+            used += [m.numel for m in mixer.modules() if isinstance(m, SharedRows)]
             used += [p.numel() for p in block.ffn.parameters()]
             total += 2.0 * sum(used) + spec.sequence_flops(config.dims, seq_len)
     return total

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from lt2 import halting, sequence
 from lt2.cache import Cache, LayerCache, allocate
 from lt2.config import MixerConfig, ModelConfig
+from lt2.init import init_weights
 from lt2.layers import RMSNorm, SwiGLU
 from lt2.layout import Schedule, draw_layers, layout, weights_per_layer
 from lt2.mixers import build_mixer
+from lt2.mixers.shared import share_projections
 from lt2.sequence import SequenceInfo
 
 
@@ -52,6 +54,8 @@ class Block(nn.Module):
         norm = lambda: RMSNorm(config.dim, eps=config.norm_eps)  # noqa: E731
         self.mixer_norm = norm()
         self.mixers = nn.ModuleDict({spec.weights: build_mixer(spec, config.dims) for spec in specs})
+        if config.layout.type == "random":
+            share_projections(self.mixers)
         self.mixer_post_norm = norm() if config.sandwich_norm else nn.Identity()
         self.ffn_norm = norm()
         self.ffn = SwiGLU(config.dim, config.ffn_dim)
@@ -183,42 +187,11 @@ class LoopedLM(nn.Module):
             seq.rope[size] = sequence.rotary(seq.positions, size, dims.rope_theta)
         return seq
 
-    @torch.no_grad()
-    def init_weights(self, seed: int = 42) -> None:
-        """Truncated normal at 3 sigma with std fan_in^-1/2 (d^-1/2 for embeddings), from `seed` alone.
-
-        With global_depth_init the projections back into the residual stream are scaled by (2 (n + 1))^-1/2, n being
-        the block's depth. Mixers then set their own special parameters.
-        """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            for module in self.modules():
-                if isinstance(module, nn.Linear):
-                    truncated_normal(module.weight, module.in_features**-0.5)
-                    if module.bias is not None:
-                        nn.init.zeros_(module.bias)
-                elif isinstance(module, nn.Embedding):
-                    truncated_normal(module.weight, self.config.dim**-0.5)
-                elif hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
-            if self.rho is not None:
-                nn.init.zeros_(self.rho)
-            for depth, block in enumerate(self.blocks):
-                for name, module in block.named_modules():
-                    if hasattr(module, "init_special"):
-                        module.init_special()
-                    if self.config.global_depth_init and name.rpartition(".")[2] in ("o_proj", "down_proj"):
-                        module.weight.mul_((2 * (depth + 1)) ** -0.5)
-
-
-def truncated_normal(weight: Tensor, std: float) -> None:
-    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
-
 
 def build(config: ModelConfig, *, seed: int = 42, device: str | torch.device = "cpu") -> LoopedLM:
     """A model with fresh weights on `device`, fp32."""
     with torch.device("meta"):
         model = LoopedLM(config)
     model = model.to_empty(device="cpu")
-    model.init_weights(seed)
+    init_weights(model, seed)
     return model.to(device)

@@ -1,0 +1,45 @@
+"""Initial weights of a looped model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lt2.model import LoopedLM
+
+
+@torch.no_grad()
+def init_weights(model: LoopedLM, seed: int = 42) -> None:
+    """Truncated normal at 3 sigma with std fan_in^-1/2 (d^-1/2 for embeddings), from `seed` alone.
+
+    With global_depth_init the projections back into the residual stream are scaled by (2 (n + 1))^-1/2, n being
+    the block's depth. Mixers then set their own special parameters.
+    """
+    config = model.config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                truncated_normal(module.weight, module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                truncated_normal(module.weight, config.dim**-0.5)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        if model.rho is not None:
+            nn.init.zeros_(model.rho)
+        for depth, block in enumerate(model.blocks):
+            for name, module in block.named_modules():
+                if hasattr(module, "init_special"):
+                    module.init_special()
+                into_stream = isinstance(module, nn.Linear) and name.rpartition(".")[2] in ("o_proj", "down_proj")
+                if config.global_depth_init and into_stream:
+                    module.weight.mul_((2 * (depth + 1)) ** -0.5)
+
+
+def truncated_normal(weight: Tensor, std: float) -> None:
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)

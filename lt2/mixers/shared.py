@@ -1,0 +1,40 @@
+"""Two mixers of one layer on the same projections: the "mixer" reading of a random-sample hybrid."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class SharedRows(nn.Module):
+    """The linear map made of rows start..stop of another layer's weight, which stays the owner of the parameter."""
+
+    def __init__(self, owner: nn.Linear, start: int, stop: int):
+        super().__init__()
+        self.owner = (owner,)  # in a tuple, so that the weight has one name in the state dict
+        self.start, self.stop = start, stop
+
+    @property
+    def numel(self) -> int:
+        return (self.stop - self.start) * self.owner[0].in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.owner[0].weight[self.start : self.stop])
+
+
+def share_projections(mixers: nn.ModuleDict) -> None:
+    """Make softmax attention use the recurrent mixer's q, k, v and o projections wherever the shapes are equal.
+
+    Does nothing unless the layer holds both softmax attention and a mixer with a fused `qkv_proj`.
+    """
+    fused = [mixer for mixer in mixers.values() if hasattr(mixer, "qkv_proj")]
+    if "softmax" not in mixers or len(fused) != 1:
+        return
+    attention, (other,) = mixers["softmax"], fused
+    H, K, V = other.heads
+    spans = {"q_proj": (0, H * K), "k_proj": (H * K, 2 * H * K), "v_proj": (2 * H * K, H * (2 * K + V))}
+    for name, (start, stop) in spans.items():
+        if getattr(attention, name).out_features == stop - start:
+            setattr(attention, name, SharedRows(other.qkv_proj, start, stop))
+    if attention.o_proj.weight.shape == other.o_proj.weight.shape:
+        attention.o_proj = SharedRows(other.o_proj, 0, other.o_proj.out_features)
