@@ -16,8 +16,8 @@ class NSAConfig(MixerConfig):
 
     The group rule: fla's kernel puts the query heads of one KV head in one tile, so their number must be a power of
     two >= 16. `backend="fla"` (default) holds a config to that kernel's rules, on every device, so that a model that
-    trains on a laptop also trains on the kernel. `backend="torch"` lifts them and never calls fla; it is meant for small
-    models, and runs our own gather (Triton on CUDA, PyTorch on CPU) for any group. Both compute the same function.
+    trains on a laptop also trains on the kernel. `backend="torch"` lifts them and never calls fla; it is meant for
+    small models, and runs our own gather (Triton on CUDA, PyTorch on CPU) for any group. Both compute one function.
     """
 
     module: ClassVar[str] = "lt2.mixers.nsa:NativeSparseAttention"
@@ -69,11 +69,15 @@ class NSAConfig(MixerConfig):
                 "needs a power of two >= 16 query heads per KV head; change num_heads or num_kv_heads, or set "
                 'backend "torch" for a small model'
             )
-        least = 2 * (1 << (self.num_blocks - 1).bit_length())
-        if not _power_of_two(self.block_size) or self.block_size < max(16, least):
+        if not _power_of_two(self.num_blocks):  # the kernel would round it up and read more
             raise ValueError(
-                f"nsa: block_size {self.block_size} with num_blocks {self.num_blocks}: fla's kernel needs a power of two "
-                f'>= {max(16, least)} (twice num_blocks, rounded up); change either, or set backend "torch"'
+                f'nsa: num_blocks is {self.num_blocks}, but fla\'s kernel needs a power of two; or set backend "torch"'
+            )
+        least = max(16, 2 * self.num_blocks)
+        if not _power_of_two(self.block_size) or self.block_size < least:
+            raise ValueError(
+                f"nsa: block_size {self.block_size} with num_blocks {self.num_blocks}: fla's kernel needs a power of "
+                f'two >= {least}, at least twice num_blocks; change either, or set backend "torch"'
             )
 
     def cache_spec(self, dims: Dims, max_len: int) -> CacheSpec:
