@@ -154,7 +154,7 @@ def _drive(driver: Driver, step: Step) -> Outcome:
         code, details = _attempt(driver, step, newest + 1)
         attempt, error = newest + 1, details.get("error")
         log = driver.storage.join(step.folder, f"attempts/{attempt}/log")
-        if code == DONE or code == BUSY:
+        if code in (DONE, BUSY):
             continue
         if code == BAD_INPUT:
             driver.tell(step, "failed", attempt=attempt, error=error, log=log)

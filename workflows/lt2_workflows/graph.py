@@ -42,7 +42,7 @@ class Resources(Config):
 
 
 class StepConfig(Config):
-    """Base of every step's config. Subclasses set `type` to a literal default and `produces` to their kind of output."""
+    """Base of every step's config. A subclass gives `type` a literal default, and `produces` its kind of output."""
 
     produces: ClassVar[str] = ""
     uses_ray: ClassVar[bool] = False

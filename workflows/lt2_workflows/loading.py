@@ -26,7 +26,6 @@ RECORD_SUFFIXES = {".yaml", ".yml", ".json"}
 
 def load_workflow(recipe: str, overrides: Sequence[str] = ()) -> Workflow:
     """The workflow that RECIPE and its `--set key=value` overrides describe. Raises ConfigError for any mistake."""
-    importlib.import_module("lt2_workflows.steps")
     lines: dict[tuple[str, ...], int] = {}
     path, _, function = recipe.rpartition(":")
     if Path(recipe).suffix in RECORD_SUFFIXES:
@@ -61,8 +60,11 @@ def workflow_from_record(
     lines = lines or {}
     problems: list[str] = []
     configs = {}
+    types = {raw.get("type") for raw in record["steps"].values() if isinstance(raw, dict)}
+    if not types <= STEP_TYPES.keys():
+        importlib.import_module("lt2_workflows.steps")  # the shipped types; they import torch
     for name, raw in record["steps"].items():
-        place = _place(source, lines, ("steps", name))
+        place = _place(source, lines, ("steps", name, "type"))
         if not isinstance(raw, dict) or raw.get("type") not in STEP_TYPES:
             kind = raw.get("type") if isinstance(raw, dict) else raw
             problems.append(f"{place}: {name}.type: unknown step type {kind!r}{_nearest(kind, STEP_TYPES)}")
@@ -96,7 +98,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def apply_overrides(steps: dict[str, Any], overrides: Sequence[tuple[str, Any]]) -> None:
-    """Set values in the record in place. `type` goes first and, when it changes, clears the siblings of the old type."""
+    """Set values in the record in place. `type` goes first; when it changes, the keys of the old type are dropped."""
     keys = [key for key, _ in overrides]
     for key in keys:
         if keys.count(key) > 1:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lt2.config import ConfigError
 from lt2_workflows.graph import Step, Workflow, canonical
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Lease:
         while not self._stop.wait(self.ttl_s / 6):
             try:
                 if self._superseded():
-                    return self.on_lost("another process took over this step")
+                    self.on_lost("another process took over this step")
                 self.holder["beat"] += 1
                 self.storage.write_bytes(self.path, json_bytes(self._content()))
                 written = time.monotonic()
@@ -132,7 +133,7 @@ class Lease:
             except Exception as error:
                 # Any storage may fail in any way for a moment; what counts is whether others now think us dead.
                 if time.monotonic() - written > 0.7 * self.ttl_s:
-                    return self.on_lost(f"no heartbeat could be written: {error}")
+                    self.on_lost(f"no heartbeat could be written: {error}")
 
     def _superseded(self) -> bool:
         return self.storage.exists(f"{self.folder}/attempts/{self.attempt + 1}/lease.json")
@@ -219,6 +220,23 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
     if name == "running" and (lease is None or is_stale(lease) or time.time() - lease["time"] > 2 * lease["ttl_s"]):
         name = "lost"
     return {"state": name, "attempt": attempt, "ended": state.get("ended"), "error": state.get("error"), "log": log}
+
+
+def list_workflows(storage: Storage, wanted: str | None = None) -> list[dict[str, Any]]:
+    """[{"id", "name", "steps": [{"name", "id", "needs"} + `step_state`]}] of all workflows, or of those `wanted`."""
+    found = []
+    for workflow_id in storage.list("workflows"):
+        record = _read(storage, f"workflows/{workflow_id}/dag.json")
+        if record is None or wanted not in (None, workflow_id, record["workflow"]):
+            continue
+        steps = []
+        for name, step_id in record["ids"].items():
+            needs = list((_read(storage, f"steps/{step_id}/spec.json") or {"needs": {}})["needs"])
+            steps.append({"name": name, "id": step_id, "needs": needs, **step_state(storage, f"steps/{step_id}")})
+        found.append({"id": workflow_id, "name": record["workflow"], "steps": steps})
+    if wanted is not None and not found:
+        raise ConfigError(f"no workflow {wanted!r} in {storage.root}; `lt2 status` lists them")
+    return found
 
 
 def _this_process() -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""The command line: exit codes, one clear line for a mistake, JSON for machines, and an instant --help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workflows.conftest import FAKE_STEPS
+
+CHAIN = f"{FAKE_STEPS}:chain"
+
+
+def lt2(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lt2_workflows.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_imports_nothing_heavy():
+    call = "import sys; sys.argv = ['lt2', '--help']; from lt2_workflows.cli import main"
+    code = f"{call}\ntry: main()\nfinally: print(sorted(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "Usage:" in output
+    assert not [name for name in ("torch", "ray", "numpy", "pydantic", "fsspec", "pyarrow") if f"'{name}'" in output]
+
+
+def test_run_status_and_json(tmp_path):
+    root = str(tmp_path / "s")
+    done = lt2("run", CHAIN, "--storage", root)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(lt2("status", "--json", "--storage", root).stdout)
+    assert [(step["name"], step["state"]) for step in found["steps"]] == [
+        ("first", "done"),
+        ("second", "done"),
+        ("third", "done"),
+    ]
+    shown = lt2("status", "chain", "--storage", root).stdout
+    assert found["id"] in shown
+    assert shown.count(" done ") == 3
+
+
+def test_a_failed_step_is_named_with_attempt_and_log(tmp_path):
+    done = lt2(
+        "run",
+        CHAIN,
+        "--storage",
+        str(tmp_path / "s"),
+        "--set",
+        "second.fail=error",
+        "--set",
+        "second.resources.retries=0",
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("lt2: step second, attempt 1: ValueError: this step fails (log: ")
+    assert "Traceback" in Path(last.rsplit("(log: ", 1)[1].rstrip(")")).read_text()
+    assert "third      not run: needs second" in done.stderr
+
+
+def test_storage_comes_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("LT2_STORAGE", str(tmp_path / "from-env"))
+    assert lt2("run", CHAIN, "--set", "first.lines=1").returncode == 0
+    assert (tmp_path / "from-env" / "workflows").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "quickstrat"], "lt2: unknown recipe 'quickstrat'; did you mean 'quickstart'?"),
+        (["run", CHAIN, "--set", "first.lnies=1"], "first.lnies: unknown key 'lnies'; did you mean 'lines'?"),
+        (["run", CHAIN, "--set", "first.fail=bad_input"], "lt2: step first, attempt 1: the corpus is empty;"),
+        (["step", CHAIN, "second"], "lt2: step 'second' needs first, not finished in"),
+        (["status", "nothing"], "lt2: no workflow 'nothing' in"),
+        (["plan", "missing.yaml"], "lt2: recipe record missing.yaml does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, tmp_path):
+    done = lt2(*arguments, "--storage", str(tmp_path / "s"))
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_unwritable_root_is_refused_before_anything_happens(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = lt2("run", CHAIN, "--storage", str(tmp_path / "file" / "s"))
+    assert done.returncode == 2
+    assert f"lt2: storage root {tmp_path}/file/s cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_plan_shows_what_would_run_and_writes_nothing(tmp_path):
+    root = tmp_path / "s"
+    shown = lt2("plan", CHAIN, "--storage", str(root))
+    assert shown.returncode == 0, shown.stderr
+    assert not root.exists()
+    assert [line.split()[:2] for line in shown.stdout.splitlines()[1:4]] == [
+        ["first", "run"],
+        ["second", "run"],
+        ["third", "run"],
+    ]
+    assert lt2("step", CHAIN, "first", "--storage", str(root)).returncode == 0
+    assert lt2("plan", CHAIN, "--storage", str(root)).stdout.splitlines()[1].split()[:2] == ["first", "skip"]

@@ -1,0 +1,56 @@
+"""What is printed on the terminal."""
+
+from __future__ import annotations
+
+import io
+
+from lt2_workflows.console import Console, amount, duration, progress_line, table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def progress(**values):
+    return {"step": "pretrain", "event": "progress", "values": values}
+
+
+def test_progress_line():
+    values = {"step": 1200, "steps": 4000, "loss": 3.21456, "tokens_per_s": 4210.4, "eta_s": 80}
+    assert progress_line(values) == "step 1,200/4,000  loss 3.2146  4,210 tokens/s  ETA 1m20s"
+    assert progress_line({"message": "reading"}) == "reading"
+
+
+def test_progress_is_rewritten_in_place_and_cleared_before_the_next_line():
+    stream = Terminal()
+    console = Console(stream)
+    console.say(progress(step=1, steps=2, loss=4.0))
+    console.say(progress(step=2, steps=2))
+    console.say({"step": "pretrain", "event": "done", "attempt": 1})
+    shown = stream.getvalue()
+    assert shown.count("\n") == 1
+    assert shown.split("\r")[-1] == "pretrain   done\n"
+
+
+def test_without_a_terminal_progress_is_sparse_lines():
+    stream = io.StringIO()
+    console = Console(stream)
+    for step in range(50):
+        console.say(progress(step=step, steps=50))
+    assert stream.getvalue() == "pretrain   step 0/50\n"
+
+
+def test_numbers():
+    assert [duration(s) for s in (4.4, 80, 11_100)] == ["4s", "1m20s", "3h05m"]
+    assert [amount(n) for n in (982, 1.53e6, 2.4e12, 3e21)] == ["982", "1.53M", "2.4T", "3.00e21"]
+
+
+def test_table_aligns_numbers_to_the_right():
+    rows = [{"name": "a", "value": 1.5}, {"name": "longer", "value": 12345.678}]
+    assert table(rows, ["name", "value"]).splitlines() == [
+        "name        value",
+        "------  ---------",
+        "a             1.5",
+        "longer  12,345.68",
+    ]

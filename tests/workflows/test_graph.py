@@ -1,0 +1,98 @@
+"""What identifies a step, and which graphs are refused."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import pytest
+
+from lt2.config import Config, ConfigError
+from lt2_workflows.graph import Ref, Resources, StepConfig, Workflow, canonical
+
+
+class NodeRef(Ref):
+    accepts: ClassVar[str] = "node"
+
+
+class Inner(Config):
+    type: Literal["inner"] = "inner"
+    size: int = 1
+    inputs: tuple[NodeRef | str, ...] = ()
+
+
+class Node(StepConfig):
+    produces: ClassVar[str] = "node"
+    type: Literal["node"] = "node"
+    value: int = 0
+    inner: Inner = Inner()
+    table: dict[str, NodeRef] = {}
+
+
+class Node2(Node):
+    """The same step one release later: a new field, with the default that describes the old behaviour."""
+
+    dropout: float = 0.0
+
+
+class Sink(StepConfig):
+    type: Literal["sink"] = "sink"
+    source: NodeRef | str
+
+
+def two(first: StepConfig, **second) -> Workflow:
+    return Workflow("two", {"b": Node(inner=Inner(inputs=(NodeRef(step="a"),)), **second), "a": first})
+
+
+def test_dependencies_are_found_at_any_depth_and_ordered():
+    workflow = Workflow(
+        "deep",
+        {"c": Node(table={"x": NodeRef(step="b")}), "b": Node(inner=Inner(inputs=(NodeRef(step="a"),))), "a": Node()},
+    )
+    assert list(workflow.steps) == ["a", "b", "c"]
+    assert [workflow.steps[name].needs for name in "abc"] == [(), ("a",), ("b",)]
+
+
+def test_defaults_and_new_defaulted_fields_leave_the_fingerprint_alone():
+    old = two(Node(value=3)).steps
+    assert two(Node(value=3, inner=Inner(size=1))).steps["a"].fingerprint == old["a"].fingerprint
+    assert two(Node2(value=3)).steps["b"].fingerprint == old["b"].fingerprint
+    assert two(Node2(value=3, dropout=0.1)).steps["a"].fingerprint != old["a"].fingerprint
+
+
+def test_fingerprint_of_one_config_never_changes():
+    # Committed: a change here would make every finished step in the world unfindable.
+    assert two(Node(value=3)).steps["b"].id == "b-38ecc99e"
+
+
+def test_resources_are_not_part_of_the_identity():
+    assert two(Node(resources=Resources(num_workers=8, retries=9))).id == two(Node()).id
+
+
+def test_what_is_upstream_changes_what_is_downstream():
+    one, other = two(Node(value=1)).steps, two(Node(value=2)).steps
+    assert one["b"].config == other["b"].config
+    assert one["b"].fingerprint != other["b"].fingerprint
+
+
+def test_type_tags_stay_in_the_canonical_form():
+    assert canonical(Node(inner=Inner(size=2)), {}) == {"type": "node", "inner": {"type": "inner", "size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        ({"a": Node(table={"x": NodeRef(step="b")})}, "a: refers to step 'b', which is not in"),
+        (
+            {"a": Sink(source="x"), "b": Sink(source=NodeRef(step="a"))},
+            "b: needs a node, but step 'a' produces nothing",
+        ),
+        (
+            {"a": Node(table={"x": NodeRef(step="b")}), "b": Node(table={"x": NodeRef(step="a")})},
+            "steps refer to each other",
+        ),
+        ({"A b": Node()}, "'A b' is not a usable name"),
+    ],
+)
+def test_bad_graphs(configs, message):
+    with pytest.raises(ConfigError, match=message):
+        _ = Workflow("bad", configs).steps

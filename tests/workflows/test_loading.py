@@ -1,0 +1,123 @@
+"""Recipes, records and --set: what is accepted, and that every mistake is named with its place and its fix."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lt2.config import ConfigError
+from lt2_workflows.loading import apply_overrides, load_workflow, parse_override
+from tests.workflows.conftest import FAKE_STEPS
+
+CHAIN = f"{FAKE_STEPS}:chain"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=3e-4", 3e-4),
+        ("a.b=yes", "yes"),
+        ("a.b=null", None),
+        ("a.b=true", True),
+        ("a.b=[1, x]", [1, "x"]),
+        ("a.b={type: gdn}", {"type": "gdn"}),
+        ("a.b=s3://bucket/x", "s3://bucket/x"),
+        ("a.b=*.txt", "*.txt"),
+        ("a.b=/data/a #1", "/data/a #1"),
+        ("a.b=2026-01-01", "2026-01-01"),
+        ("a.b='3'", "3"),
+        ("a.b=", ""),
+        ("a.b=x=y", "x=y"),
+    ],
+)
+def test_values_are_yaml_1_2_or_literal(text, value):
+    assert parse_override(text) == ("a.b", value)
+
+
+def test_type_goes_first_and_drops_the_keys_of_the_old_type():
+    steps = {"train": {"mixer": {"type": "window", "window": 64}, "layers": [{"type": "full"}, {"type": "full"}]}}
+    overrides = ["train.mixer.heads=2", "train.mixer.type=gdn", "train.layers.1.type=window", "train.layers.1.window=8"]
+    apply_overrides(steps, [parse_override(text) for text in overrides])
+    assert steps["train"]["mixer"] == {"type": "gdn", "heads": 2}
+    assert steps["train"]["layers"] == [{"type": "full"}, {"type": "window", "window": 8}]
+
+
+def test_setting_the_same_type_keeps_its_siblings():
+    steps = {"train": {"mixer": {"type": "window", "window": 64}}}
+    apply_overrides(steps, [("train.mixer.type", "window")])
+    assert steps["train"]["mixer"] == {"type": "window", "window": 64}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("quickstrat", [], "unknown recipe 'quickstrat'; did you mean 'quickstart'"),
+        ("no/such.py:f", [], "recipe file no/such.py does not exist"),
+        (f"{FAKE_STEPS}:chian", [], "has no function 'chian'; did you mean 'chain'"),
+        ("missing.yaml", [], "recipe record missing.yaml does not exist"),
+        (CHAIN, ["first.lnies=3"], "first.lnies: unknown key 'lnies'; did you mean 'lines'?"),
+        (CHAIN, ["frist.lines=3"], "--set frist.lines: unknown step 'frist'; did you mean 'first'?"),
+        (CHAIN, ["first.lines=many"], "first.lines: Input should be a valid integer"),
+        (CHAIN, ["first.lines.x=1"], "--set first.lines.x: first.lines is 3, which has no keys"),
+        (CHAIN, ["first.type=wirte"], "first.type: unknown step type 'wirte'; did you mean 'write'?"),
+        (CHAIN, ["first.lines"], "--set first.lines: expected key=value"),
+        (CHAIN, ["first.lines=1", "first.lines=2"], "--set first.lines is given more than once"),
+        (CHAIN, ["second.part.sources.3.step=first"], "second.part.sources has 1 items; '3' is not the index of one"),
+        (CHAIN, ["second.part.sources.0.step=zero"], "second: refers to step 'zero', which is not in"),
+    ],
+)
+def test_mistakes_are_named(recipe, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        load_workflow(recipe, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_record_replays_to_the_same_identity(tmp_path):
+    workflow = load_workflow(CHAIN, ["first.lines=7"])
+    record = tmp_path / "dag.json"
+    record.write_text(json.dumps(workflow.record()))
+    assert load_workflow(str(record)).id == workflow.id
+    assert load_workflow(str(record), ["first.lines=8"]).id == load_workflow(CHAIN, ["first.lines=8"]).id
+
+
+YAML = f"""\
+workflow: mine
+recipe_file: {FAKE_STEPS}
+steps:
+  first:
+    type: write
+    lines: 1e1
+  second:
+    type: write
+    part:
+      sources: [{{step: first}}]
+"""
+
+
+def test_yaml_record(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(YAML)
+    assert load_workflow(str(path)).steps["first"].config.lines == 10  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("lines: 1e1", "lnies: 1", ":6: first.lnies: unknown key 'lnies'; did you mean 'lines'?"),
+        ("      sources", "      sizes", ":10: second.part.sizes: unknown key 'sizes'; did you mean 'size'?"),
+        ("lines: 1e1", "lines: 1\n    lines: 2", ':7: found duplicate key "lines"'),
+        ("  second:\n    type: write", "  second:\n    type: wirte", ":8: second.type: unknown step type 'wirte'"),
+        ("workflow: mine", "workflw: mine", "a workflow record has the keys"),
+        ("workflow: mine", "workflow: mine\nstep: 1", ":2: unknown key 'step'; did you mean 'steps'?"),
+        ("lines: 1e1", "lines: [1", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_yaml_have_a_line(tmp_path, old, new, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(YAML.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        load_workflow(str(path))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(path))

@@ -1,0 +1,204 @@
+"""The `lt2` command. Ray, torch and storage are imported by the commands that need them, so that --help is instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+    from lt2_workflows.executor import Outcome
+    from lt2_workflows.graph import Workflow
+
+app = typer.Typer(
+    help="Train, evaluate and compare linear-time looped transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE", help="A shipped recipe, path/to/file.py:function, or a recorded dag.json / YAML."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a config value, e.g. --set pretrain.train.lr=3e-4."),
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option(
+        "--storage", metavar="ROOT", help="Folder or s3://bucket/prefix. [default: $LT2_STORAGE or ./lt2-storage]"
+    ),
+]
+NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Refuse, instead of waiting, when a step is being run.")]
+TtlOption = Annotated[
+    float, typer.Option(hidden=True, min=1.0, help="Seconds of silence after which a lease is stale.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, treated like Ctrl-C."""
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from lt2_workflows.loading import shipped_recipes
+
+    for name, function in sorted(shipped_recipes().items()):
+        typer.echo(f"{name:<20} {(function.__doc__ or '').strip().splitlines()[0]}")
+
+
+@app.command()
+def plan(recipe: RecipeArgument, set_: SetOption = None, storage: StorageOption = None) -> None:
+    """Show the steps of a recipe, which would run, and what they cost. Writes nothing."""
+    from lt2_workflows.loading import load_workflow
+    from lt2_workflows.plan import describe_plan
+
+    typer.echo(describe_plan(load_workflow(recipe, set_ or []), _storage(storage)))
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    storage: StorageOption = None,
+    no_wait: NoWaitOption = False,
+    lease_ttl: TtlOption = 30.0,
+) -> None:
+    """Run a recipe; what is finished is skipped, what was cut off continues."""
+    from lt2_workflows.loading import load_workflow
+
+    _run(load_workflow(recipe, set_ or []), _storage(storage), None, no_wait, lease_ttl)
+
+
+@app.command()
+def step(
+    recipe: RecipeArgument,
+    name: Annotated[str, typer.Argument(metavar="STEP", help="Which step; the steps it needs must be finished.")],
+    set_: SetOption = None,
+    storage: StorageOption = None,
+    no_wait: NoWaitOption = False,
+    lease_ttl: TtlOption = 30.0,
+) -> None:
+    """Run one step of a recipe, for Airflow, Argo and the like to drive."""
+    from lt2_workflows.loading import load_workflow
+
+    _run(load_workflow(recipe, set_ or []), _storage(storage), name, no_wait, lease_ttl)
+
+
+@app.command()
+def status(
+    workflow: Annotated[str | None, typer.Argument(help="A workflow's id or name; all if left out.")] = None,
+    storage: StorageOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Show every workflow's steps: state, attempts, errors, logs."""
+    from lt2_workflows.console import table
+    from lt2_workflows.records import list_workflows
+
+    found = list_workflows(_storage(storage), workflow)
+    if json_:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        typer.echo("no workflows yet")
+    for item in found:
+        typer.echo(f"{item['id']}")
+        typer.echo(table(item["steps"], ["name", "state", "attempt", "id", "error", "log"]) + "\n")
+
+
+@app.command()
+def results(storage: StorageOption = None, json_: JsonOption = False) -> None:
+    """Show the numbers of every run: run, step, metric, value, and how the runs' configs differ."""
+    from lt2_platform.results import ResultsStore
+    from lt2_workflows.console import table
+
+    rows = ResultsStore(_storage(storage)).results()
+    if json_:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    shown = [row | {"config": row["config"] or None} for row in rows]
+    typer.echo(table(shown, ["run", "step", "metric", "value", "config"]))
+
+
+@app.command()
+def dashboard(
+    storage: StorageOption = None,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8265 + 100,
+) -> None:
+    """Serve the results dashboard on this machine."""
+    # A process of its own: workflows and dashboards never import each other.
+    command = [sys.executable, "-m", "lt2_dashboards", "--storage", _storage(storage).root, "--port", str(port)]
+    os.execv(command[0], command)
+
+
+def _storage(root: str | None) -> Storage:
+    from lt2_platform.storage import Storage
+
+    return Storage(root)
+
+
+def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, ttl_s: float) -> None:
+    from lt2_workflows import executor
+    from lt2_workflows.console import Console
+
+    signal.signal(signal.SIGTERM, _terminate)
+    texts: dict[str, str] = {}
+    console = Console()
+
+    def say(event: dict[str, Any]) -> None:
+        text = (event.get("result") or {}).get("text")
+        if text:
+            texts[event["step"]] = text
+        console.say(event)
+
+    typer.echo(f"{workflow.id} in {storage.root}", err=True)
+    try:
+        outcomes = executor.run(workflow, storage, only=only, wait_for_others=not no_wait, ttl_s=ttl_s, say=say)
+    except KeyboardInterrupt as stop:
+        typer.echo("lt2: stopped; the same command continues from here", err=True)
+        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
+    for name in workflow.steps:
+        if name in texts:
+            typer.echo(texts[name])
+    raise typer.Exit(_exit_code(outcomes))
+
+
+def _exit_code(outcomes: dict[str, Outcome]) -> int:
+    for name, outcome in outcomes.items():
+        if outcome.state in ("failed", "bad_input"):
+            typer.echo(f"lt2: step {name}, attempt {outcome.attempt}: {outcome.error} (log: {outcome.log})", err=True)
+    states = {outcome.state for outcome in outcomes.values()}
+    if "failed" in states:
+        return 1
+    return 2 if "bad_input" in states else 0
+
+
+def _terminate(signum: int, frame: Any) -> None:
+    raise Terminated
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line and exit code 2; anything else is a bug and keeps its traceback."""
+    try:
+        app()
+    except ValueError as error:
+        from lt2.config import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
+        print("\n".join(f"lt2: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a driver says on the terminal: one line per event, and a progress line that is rewritten in place."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+LOG_EVERY_S = 10.0  # without a terminal, progress is one line now and then
+
+
+@dataclass
+class Console:
+    """Prints the executor's events to `stream`, from any thread."""
+
+    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _progress_shown: int = 0
+    _last_progress: float = 0.0
+
+    def say(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            if event["event"] == "progress":
+                self._progress(event)
+                return
+            line = describe(event)
+            if line:
+                self._clear()
+                print(line, file=self.stream, flush=True)
+
+    def _progress(self, event: dict[str, Any]) -> None:
+        line = f"{event['step']:<10} {progress_line(event['values'])}"
+        if self.stream.isatty():
+            self.stream.write("\r" + line.ljust(self._progress_shown))
+            self.stream.flush()
+            self._progress_shown = len(line)
+        elif time.monotonic() - self._last_progress > LOG_EVERY_S:
+            self._last_progress = time.monotonic()
+            print(line, file=self.stream, flush=True)
+
+    def _clear(self) -> None:
+        if self._progress_shown:
+            self.stream.write("\r" + " " * self._progress_shown + "\r")
+            self._progress_shown = 0
+
+
+def describe(event: dict[str, Any]) -> str | None:
+    """The line for an event, or None for one not worth a line."""
+    kind, step = event["event"], f"{event['step']:<10}"
+    if kind == "started":
+        again = f" (attempt {event['attempt']})" if event["attempt"] > 1 else ""
+        return f"{step} started{again}"
+    if kind == "done":
+        return f"{step} done"
+    if kind == "skipped":
+        drift = f"; made with other code or packages: {', '.join(event['drift'])}" if event["drift"] else ""
+        return f"{step} finished before, skipped{drift}"
+    if kind == "waiting":
+        return (
+            f"{step} is held by {event['holder']}: waiting for it, and taking over if it shows no life "
+            f"for {event['ttl_s']:.0f} s"
+        )
+    if kind == "retry":
+        why = "was lost" if event["infrastructure"] else "failed"
+        return f"{step} attempt {event['attempt']} {why}, trying again: {event['error']}\n{'':<10} log: {event['log']}"
+    if kind == "failed":
+        return f"{step} failed in attempt {event['attempt']}: {event['error']}\n{'':<10} log: {event['log']}"
+    if kind == "blocked":
+        return f"{step} not run: {event['error']}"
+    return f"{step} {kind}"
+
+
+def progress_line(values: dict[str, Any]) -> str:
+    """'step 120/400  loss 3.214  4,210 tokens/s  ETA 1m20s' from whatever of it is known."""
+    parts = []
+    if "step" in values:
+        parts.append(
+            f"step {values['step']:,}/{values['steps']:,}" if "steps" in values else f"step {values['step']:,}"
+        )
+    if values.get("loss") is not None:
+        parts.append(f"loss {values['loss']:.4f}")
+    if values.get("tokens_per_s") is not None:
+        parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
+    if values.get("eta_s") is not None:
+        parts.append(f"ETA {duration(values['eta_s'])}")
+    if values.get("message"):
+        parts.append(values["message"])
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """'45s', '1m20s', '3h05m'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def amount(value: float) -> str:
+    """A count in three digits: '982', '1.53M', '2.1e+21' becomes '2.10e21'."""
+    for limit, suffix in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "B"), (1e15, "T")):
+        if abs(value) < limit:
+            scaled = value / (limit / 1e3)
+            return f"{scaled:.0f}" if not suffix else f"{scaled:.3g}{suffix}"
+    return f"{value:.2e}".replace("e+", "e")
+
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """Aligned text columns; numbers to the right."""
+    if not rows:
+        return "(nothing yet)"
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(title), *(len(line[i]) for line in cells)) for i, title in enumerate(columns)]
+    numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
+    lines = [columns, ["-" * width for width in widths], *cells]
+    return "\n".join(
+        "  ".join(text.rjust(w) if right else text.ljust(w) for text, w, right in zip(line, widths, numeric)).rstrip()
+        for line in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.2f}" if abs(value) >= 1000 else f"{value:.5g}"
+    if isinstance(value, dict | list):
+        return json.dumps(value)
+    return str(value)
