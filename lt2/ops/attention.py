@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,7 +30,7 @@ def causal_attention(
     doc_ids: (B, L), tokens see only their own document (a run of equal ids); the cost is then Σ document_length².
     scale: D^-0.5 by default. No L×L mask is ever built.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if doc_ids is None:
         return _causal(q, k, v, scale)
     if dispatch.attention_backend("causal_attention with documents", q) != "torch":
@@ -40,7 +43,7 @@ def attention_decode(
 ) -> Tensor:
     """One query per sequence against its cache: q (B, 1, Hq, D); k_cache, v_cache (B, M, Hkv, D); lengths (B,) int
     >= 1, how many cache entries of each sequence are valid (the new token's included). Returns (B, 1, Hq, D)."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     backend = dispatch.attention_backend("attention_decode", q)
     if backend == "flash_attn":
         from flash_attn import flash_attn_with_kvcache
@@ -86,7 +89,7 @@ def packed_attention(
         o = varlen_attn(
             flat_q, flat_k, flat_v, offsets, offsets, length, length, scale=scale, window_size=band, enable_gqa=gqa
         )
-    return o.view(*q.shape[:-1], v.shape[-1])
+    return cast(Tensor, o).view(*q.shape[:-1], v.shape[-1])
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -116,8 +119,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float)
     rows = []
     for row, row_changes in enumerate(changes):
         cuts = [0, *row_changes.nonzero().squeeze(-1).tolist(), q.shape[1]]
-        pieces = [
-            _causal(*(x[row : row + 1, start:end] for x in (q, k, v)), scale) for start, end in zip(cuts, cuts[1:])
-        ]
+        spans = [slice(start, end) for start, end in zip(cuts, cuts[1:])]
+        pieces = [_causal(q[row : row + 1, x], k[row : row + 1, x], v[row : row + 1, x], scale) for x in spans]
         rows.append(torch.cat(pieces, dim=1))
     return torch.cat(rows, dim=0)

@@ -43,6 +43,5 @@ def _expect(name: str, tensor: Tensor | None, shapes: list[tuple[int, ...]]) -> 
     if tensor is None or tuple(tensor.shape) in shapes:
         return
     wanted = " or ".join(str(shape) for shape in shapes)
-    raise ValueError(
-        f"{name} must be {wanted} to match q, got {tuple(tensor.shape)} (repeat q/k heads to the value heads)"
-    )
+    hint = "; with more value heads than q/k heads, repeat q and k first" if name == "v" else ""
+    raise ValueError(f"{name} must be {wanted} to match q, got {tuple(tensor.shape)}{hint}")

@@ -7,6 +7,8 @@ CUDA the same call runs fla's kernels.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def gated_delta_rule(
     Raises ValueError for shapes that do not match.
     """
     check_sequence(q, k, v, g, beta, initial_state, reset)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if dispatch.backend_for("gated_delta_rule", v, backend) == "fla":
         o, state = fla_kernels.gated_delta_rule(q, k, v, g, beta, scale, initial_state, reset)
     else:
@@ -65,7 +67,7 @@ def gated_delta_rule_step(
     Returns o (B, H, V) in v's dtype and the new state (B, H, K, V); the given state is not modified.
     """
     check_step(q, k, v, g, beta, state)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if dispatch.backend_for("gated_delta_rule_step", v, backend) == "fla":
         return fla_kernels.gated_delta_rule_step(q, k, v, g, beta, scale, state)
     with torch.autocast(v.device.type, enabled=False):

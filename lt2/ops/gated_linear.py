@@ -6,6 +6,8 @@ Chunkwise form of Yang et al. 2023 (GLA, arXiv:2312.06635) in PyTorch; on CUDA t
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def gated_linear_attention(
     Raises ValueError for shapes that do not match.
     """
     check_sequence(q, k, v, g, None, initial_state, reset)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if dispatch.backend_for("gated_linear_attention", v, backend) == "fla":
         o, state = fla_kernels.gated_linear_attention(q, k, v, g, scale, initial_state, reset)
     else:
@@ -61,7 +63,7 @@ def gated_linear_attention_step(
     Returns o (B, H, V) in v's dtype and the new state (B, H, K, V); the given state is not modified.
     """
     check_step(q, k, v, g, None, state)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if dispatch.backend_for("gated_linear_attention_step", v, backend) == "fla":
         return fla_kernels.gated_linear_attention_step(q, k, v, g, scale, state)
     with torch.autocast(v.device.type, enabled=False):

@@ -6,6 +6,8 @@ Nothing here shares code with the chunkwise or CUDA paths.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def recurrent_gated_linear_attention(
     initial_state: (B, H, K, V); reset: (B, L) bool, True where the state is zeroed before the token.
     Returns o (B, L, H, V) and the final state (B, H, K, V).
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     state = _start(k, v, initial_state)
     outputs = []
     for t in range(q.shape[1]):
@@ -51,7 +53,7 @@ def recurrent_gated_delta_rule(
 
     Shapes as in `recurrent_gated_linear_attention`; beta: (B, L, H). k is used as given (no normalisation).
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     state = _start(k, v, initial_state)
     outputs = []
     for t in range(q.shape[1]):
@@ -76,7 +78,7 @@ def softmax_attention(
     q: (B, L, Hq, D); k, v: (B, L, Hkv, D), Hq a multiple of Hkv (query head h reads KV head h·Hkv//Hq);
     window w: token t sees {t-w+1..t}; doc_ids: (B, L), tokens see only their own document. Returns (B, L, Hq, D).
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     length, group = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     position = torch.arange(length, device=q.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +23,7 @@ def windowed_attention(
     """
     if window < 1:
         raise ValueError(f"window must be >= 1 (it includes the token itself), got {window}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if window >= q.shape[1]:
         return causal_attention(q, k, v, doc_ids=doc_ids, scale=scale)
     if dispatch.attention_backend("windowed_attention", q) == "torch":
