@@ -1,0 +1,84 @@
+"""Mixer configs: what is refused, how, and what the accounting says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from lt2.config import ConfigError, Dims, MixerConfig, ModelConfig, explain
+
+MODEL = {"vocab_size": 61, "dim": 32, "n_layers": 2, "n_loops": 2, "num_heads": 2}
+
+BAD = {
+    "la num_heads": ({"type": "la", "num_heads": 3}, ["num_heads 3", "dim 32", "divide"]),
+    "la expand_v": ({"type": "la", "expand_v": 0.3}, ["dim 32", "expand_v 0.3"]),
+    "la normalize": ({"type": "la", "normalize": True, "feature_map": "identity"}, ["normalize", "'identity'", "elu"]),
+    "retnet odd": ({"type": "retnet", "num_heads": 32}, ["even", "got 1"]),
+    "gla expand_k": ({"type": "gla", "num_heads": 32}, ["num_heads 32", "expand_k 0.5"]),
+    "gla rank": ({"type": "gla", "gate_low_rank": 0}, ["gate_low_rank is 0", "at least 1"]),
+    "gla normalizer": ({"type": "gla", "gate_logit_normalizer": 0}, ["gate_logit_normalizer is 0", "positive"]),
+    "hgrn2 num_heads": ({"type": "hgrn2", "num_heads": 5}, ["num_heads 5", "dim 32"]),
+    "mamba2 head_dim": ({"type": "mamba2", "head_dim": 48}, ["head_dim 48", "expand 2", "dim 32"]),
+    "mamba2 conv": ({"type": "mamba2", "head_dim": 16, "conv_size": 1}, ["conv_size is 1", "at least 2"]),
+    "mamba2 d_state": ({"type": "mamba2", "head_dim": 16, "d_state": 0}, ["d_state is 0", "at least 1"]),
+    "deltanet num_heads": ({"type": "deltanet", "num_heads": 5}, ["num_heads 5", "dim 32", "head_dim"]),
+    "gdn expand_v": ({"type": "gdn", "expand_v": 0.3}, ["expand_v 0.3", "head_dim 16"]),
+    "gdn conv": ({"type": "gdn", "conv_size": -1}, ["conv_size is -1", "0 for none"]),
+    "gdn heads": ({"type": "gdn", "num_heads": 0}, ["num_heads", "greater than 0"]),
+    "kda head_dim": ({"type": "kda", "head_dim": 320}, ["head_dim 320", "256"]),
+    "window": ({"type": "window", "window": 0}, ["window is 0", "at least 1"]),
+    "full heads": ({"type": "full", "num_heads": 3}, ["num_heads 3", "dim 32"]),
+    "full kv": ({"type": "full", "num_heads": 4, "num_kv_heads": 3}, ["num_kv_heads 3", "num_heads 4"]),
+    "gate without SDPA": ({"type": "gla", "gate": "headwise"}, ["gate", "unknown key"]),
+    "unknown type": ({"type": "retnt"}, ["'retnt'", "did you mean 'retnet'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_configs_name_the_rule_and_the_values(case):
+    mixer, words = BAD[case]
+    with pytest.raises(ValidationError) as caught:
+        ModelConfig.model_validate({**MODEL, "layout": {"type": "uniform", "mixer": mixer}})
+    message = explain(caught.value, "model")
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_a_users_mixer_cannot_take_a_shipped_type():
+    with pytest.raises(ConfigError, match="'gdn' of Mine is a shipped one"):
+
+        class Mine(MixerConfig):
+            type: str = "gdn"
+
+
+def test_configs_need_no_torch():
+    code = "import sys, lt2.config, lt2.mixer_configs; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "size"),
+    [
+        # Mixer cost in d² at d=1024, 16 heads (design: DeltaNet, GLA, HGRN2 ≈ 4.0, RetNet 8.0, Mamba2 6.16, KDA 4.26).
+        ({"type": "la"}, 4.0),
+        ({"type": "deltanet"}, 4.03),
+        ({"type": "hgrn2"}, 4.0),
+        ({"type": "gla"}, 4.03),
+        ({"type": "retnet"}, 8.0),
+        ({"type": "mamba2"}, 6.16),
+        ({"type": "gdn"}, 5.04),
+        ({"type": "kda"}, 4.29),
+    ],
+)
+def test_parameter_cost(mixer, size):
+    import torch
+
+    from lt2.config import mixer_types
+    from lt2.mixers import build_mixer
+
+    config = mixer_types()[mixer["type"]](**mixer)
+    with torch.device("meta"):
+        module = build_mixer(config, Dims(dim=1024, num_heads=16))
+    assert sum(p.numel() for p in module.parameters()) / 1024**2 == pytest.approx(size, abs=0.02)
