@@ -59,7 +59,7 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, doc_ids: Tensor | None
 
 
 def _block_length(window: int) -> int:
-    """A quarter of the window, in whole 16s: smaller blocks copy more keys, larger ones score more pairs to mask away."""
+    """A quarter of the window, in whole 16s: smaller blocks copy more keys, larger ones score more masked pairs."""
     return max(16, window // 4 // 16 * 16)
 
 
