@@ -44,14 +44,9 @@ class Attention(nn.Module):
         self, x: Tensor, spec: SoftmaxConfig, seq: SequenceInfo, cache: LayerCache | None
     ) -> tuple[Tensor, None]:
         B, L, _ = x.shape
-        H, G, E = self.heads
-        q = self.q_proj(x).view(B, L, H, E)
-        k = self.k_proj(x).view(B, L, G, E)
-        v = self.v_proj(x).view(B, L, G, E)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope:
-            q, k = rotate(q, *seq.rope[E]), rotate(k, *seq.rope[E])
+        H, _, E = self.heads
+        q, k = self.queries_and_keys(x, seq)
+        v = self.v_proj(x).view(B, L, -1, E)
         window = spec.window if isinstance(spec, WindowConfig) else None
 
         if cache is None or (seq.fresh and L > 1):
@@ -70,6 +65,16 @@ class Attention(nn.Module):
             gate = torch.sigmoid(self.gate_proj(x))
             o = o * gate.view(B, L, H, -1)
         return self.o_proj(o.reshape(B, L, H * E)), None
+
+    def queries_and_keys(self, x: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
+        """(B, L, H, E) and (B, L, G, E), normed and rotated: what the scores are products of."""
+        H, G, E = self.heads
+        q, k = self.q_proj(x).view(*x.shape[:2], H, E), self.k_proj(x).view(*x.shape[:2], G, E)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope:
+            q, k = rotate(q, *seq.rope[E]), rotate(k, *seq.rope[E])
+        return q, k
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, doc_ids: Tensor | None) -> Tensor:
