@@ -52,21 +52,32 @@ class StepConfig(Config):
 
 @dataclass(frozen=True)
 class StepType:
-    """The code behind a config: `run` does the work; `check` rejects bad input before anything is written."""
+    """The code behind a config: `run` does the work; `check` rejects bad input before anything is written; `describe`
+    says in one line what the step would do and cost.
+    """
 
     config: type[StepConfig]
     run: Callable[[Any, Any], dict[str, Any]]
     check: Callable[[Any], None] | None
+    describe: Callable[[Any, Any], str] | None
 
 
 STEP_TYPES: dict[str, StepType] = {}
 
 
-def step_type(config: type[StepConfig], *, check: Callable[[Any], None] | None = None):
-    """Register the decorated `run(config, context) -> result` (JSON-able) as the code of steps with this config."""
+def step_type(
+    config: type[StepConfig],
+    *,
+    check: Callable[[Any], None] | None = None,
+    describe: Callable[[Any, Any], str] | None = None,
+):
+    """Register the decorated `run(config, context) -> result` (JSON-able) as the code of steps with this config.
+
+    `context` is a StepContext; `check(config)` and `describe(config, context)` are optional.
+    """
 
     def register(run: Callable[[Any, Any], dict[str, Any]]):
-        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check)
+        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe)
         return run
 
     return register

@@ -195,7 +195,7 @@ def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]
     steps = loaded.get("steps") if isinstance(loaded, dict) else None
     if not isinstance(steps, dict) or not isinstance(loaded.get("workflow"), str):
         raise ConfigError(f"{path}: a workflow record has the keys 'workflow' (a name) and 'steps' (name: config)")
-    known = {"workflow", "recipe_file", "steps", "id", "ids"}
+    known = {"workflow", "recipe_file", "steps", "id", "name", "ids"}
     lines = _lines(loaded)
     for key in loaded:
         if key not in known:

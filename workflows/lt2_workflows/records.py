@@ -43,7 +43,8 @@ CLOCK_SKEW_S = 300.0
 
 def write_workflow(storage: Storage, workflow: Workflow) -> None:
     """Record the resolved workflow and the spec of each of its steps, creating each file once."""
-    record = workflow.record() | {"id": workflow.id, "ids": {name: step.id for name, step in workflow.steps.items()}}
+    ids = {name: step.id for name, step in workflow.steps.items()}
+    record = workflow.record() | {"id": workflow.id, "name": workflow.name, "ids": ids}
     storage.create_exclusive(f"workflows/{workflow.id}/dag.json", json_bytes(record))
     for step in workflow.steps.values():
         identities = {need: workflow.steps[need].fingerprint for need in step.needs}

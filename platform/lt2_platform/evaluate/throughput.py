@@ -15,19 +15,9 @@ from typing import Any
 import torch
 
 from lt2.accounting import cache_bytes, forward_flops, parameters
-from lt2.config import Config
 from lt2.decode import GreedyStep
 from lt2.model import LoopedLM
-
-
-class ThroughputConfig(Config):
-    """What to measure. The defaults are the protocol; fewer steps or repeats are for a quick look."""
-
-    batch_size: int = 1
-    context: int = 1024
-    decode_steps: int = 128
-    warmups: int = 3
-    repeats: int = 5
+from lt2_platform.evaluate.config import ThroughputConfig
 
 
 @torch.inference_mode()
