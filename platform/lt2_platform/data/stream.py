@@ -109,6 +109,8 @@ class PackedDataset:
         files = self.manifest["splits"][split]["files"]
         self.paths: list[str] = [file["path"] for file in files]
         self.n_sequences: int = self.manifest["splits"][split]["sequences"]
+        self.uri = self.storage.root
+        self.vocab_size: int = self.manifest["tokenizer"]["vocab_size"]
         self.seq_len: int = self.manifest["seq_len"]
         self._firsts = np.cumsum([0, *(file["sequences"] for file in files)])
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
