@@ -1,0 +1,38 @@
+"""Writing safetensors the way the Hugging Face ecosystem reads them: one file, or shards and an index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def write_safetensors(weights: dict[str, Tensor], folder: Path, *, max_shard_bytes: int) -> list[str]:
+    """Write weights (on CPU) into folder and return the file names.
+
+    Tensors keep their order; a shard closes before it would pass max_shard_bytes. Equal weights give equal files.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in weights.items():
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor.contiguous()
+        filled += size
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return ["model.safetensors"]
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for file, shard in zip(files, shards):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    total = sum(t.numel() * t.element_size() for t in weights.values())
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, shard in zip(files, shards) for name in shard},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return [*files, "model.safetensors.index.json"]
