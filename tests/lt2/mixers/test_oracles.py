@@ -1,4 +1,4 @@
-"""Each linear layer against its equations, one token and one state at a time, from its own weights; fp64, gradients too.
+"""Each linear layer against its equations, token by token, from its own weights; fp64, gradients too.
 
 Shapes: D width, H heads, K keys, V values, C convolution channels; the oracles see one sequence (L, D).
 """
