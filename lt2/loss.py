@@ -144,12 +144,13 @@ def next_token_targets(batch: Batch, *, document_mask: bool) -> Tensor:
     return targets
 
 
-def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0) -> Objective:
+def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, auxiliary: bool = True) -> Objective:
     """Pretraining's objective: cross entropy of the last loop only, plus the model's auxiliary losses.
 
     Every entry of the model's `aux` is a loss already weighted by the model's config (indexer KL, ponder cost); it is
     added per token, so that it weighs the same whatever the micro-batch size. With `document_mask` the document ids
-    go to the model and nothing crosses a document boundary. Metrics: `ce` (without z-loss and aux) and each aux.
+    go to the model and nothing crosses a document boundary; without `auxiliary` (evaluation) aux is left out.
+    Metrics: `ce` (without z-loss and aux) and each aux.
     """
 
     def objective(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -157,7 +158,7 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0) ->
         output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step)
         targets = next_token_targets(batch, document_mask=document_mask)
         result = chunked_cross_entropy(output.hidden.flatten(0, 1), model.head_weight, targets.flatten(), z_loss=z_loss)
-        aux = {name: value * result.n_tokens for name, value in output.aux.items()}
+        aux = {name: value * result.n_tokens for name, value in output.aux.items() if auxiliary}
         loss = result.loss + sum(aux.values())
         return loss, result.n_tokens, {"ce": result.ce, **{name: value.detach() for name, value in aux.items()}}
 

@@ -12,17 +12,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from lt2 import parallel
-from lt2.config import Config, ConfigError
+from lt2.config import ConfigError
 from lt2.loss import Objective
 from lt2.optim import Schedule, set_lr
 from lt2.parallel import Sharding
+from lt2.train_config import TrainConfig
+
+__all__ = ["Batch", "NonFiniteLossError", "TrainConfig", "TrainState", "autocast_dtype", "train"]
 
 
 @dataclass
@@ -39,11 +41,17 @@ class Batch:
     ids: Tensor | None = None
     step: int | None = None
 
+    @classmethod
+    def from_numpy(cls, arrays: dict[str, Any], device: torch.device | str = "cpu") -> Batch:
+        """From what a packed dataset yields: arrays under the names of the fields above."""
+        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return cls(**tensors).to(device)
+
     def split(self, size: int) -> list[Batch]:
         """Micro-batches of at most `size` sequences, in order."""
         return [self._map(lambda tensor, at=at: tensor[at : at + size]) for at in range(0, len(self.tokens), size)]
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device | str) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, function: Any) -> Batch:
@@ -51,48 +59,18 @@ class Batch:
         return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
 
 
-class TrainConfig(Config):
-    """How to train. Batch sizes count sequences; `global_batch_size` stays the same for any number of workers."""
-
-    steps: int = Field(gt=0)
-    global_batch_size: int = Field(gt=0)
-    micro_batch_size: int | None = Field(default=None, gt=0)
-    lr: float = Field(default=3e-4, gt=0)
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    warmup_steps: int = Field(default=0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.1, ge=0)
-    decay_all: bool = False
-    grad_clip: float | None = Field(default=1.0, gt=0)
-    z_loss: float = Field(default=0.0, ge=0)
-    document_mask: bool = False
-    seed: int = 0
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    activation_checkpoint: bool = False
-    compile: bool = False
-    keep_gathered: bool = True
-    log_every: int = Field(default=10, gt=0)
-    checkpoint_every: int | None = Field(default=None, gt=0)
-    keep_checkpoints: int = Field(default=2, gt=0)
-    eval_every: int | None = Field(default=None, gt=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
-        if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} leaves no step of {self.steps} at the full lr")
-        return self
-
-
 @dataclass
 class TrainState:
     """Where training stands; with the model, the optimizer and the RNG it is everything a resume needs.
 
     step: optimizer steps done. position: sequences of the global order consumed. tokens: tokens that counted in a loss.
+    loss: the last one read, at `step` whenever a checkpoint is written.
     """
 
     step: int = 0
     position: int = 0
     tokens: int = 0
+    loss: float | None = None
 
 
 class NonFiniteLossError(RuntimeError):
@@ -250,6 +228,7 @@ def _read_metrics(
         )
     tokens = window.tokens.item()
     state.tokens += int(tokens)
+    state.loss = means["loss"]
     elapsed = time.perf_counter() - window.started
     return means | {
         "lr": lr,

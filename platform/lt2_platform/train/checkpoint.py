@@ -1,0 +1,290 @@
+"""Sharded checkpoints that a kill at any moment cannot spoil.
+
+    <folder>/step-00000100/__<rank>_0.distcp   tensors, each rank its own shards (torch.distributed.checkpoint)
+    <folder>/step-00000100/.metadata           where every tensor's pieces are
+    <folder>/step-00000100/checkpoint.json     schema version, model config, tokenizer, train config, TrainState
+    <folder>/step-00000100/tokenizer/…         the tokenizer's files, unless it is the built-in one
+    <folder>/step-00000100/COMPLETE            sizes and sha256 of all of the above; written last
+
+A folder without COMPLETE does not exist for readers. The optimizer is keyed by parameter name and tensors are stored
+whole-shaped, so any number of workers can load what any other number saved. Works with or without a process group;
+functions marked "collective" must be called by all of its ranks. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lt2.config import ConfigError, ModelConfig
+from lt2.model import LoopedLM
+from lt2.training import TrainState
+from lt2_platform.storage import Storage
+from lt2_platform.train.shards import load_shards, save_shards, saved_names
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+COMPLETE, INFO = "COMPLETE", "checkpoint.json"
+_NAME = re.compile(r"step-\d{8,}")
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be used: missing, damaged, or of another model or tokenizer."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says about itself, read without touching its tensors."""
+
+    uri: str
+    model: ModelConfig
+    tokenizer: dict[str, Any]
+    train: dict[str, Any]
+    state: TrainState
+
+
+def save(
+    folder: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    *,
+    config: ModelConfig,
+    tokenizer: dict[str, Any],
+    tokenizer_files: Mapping[str, bytes] | None = None,
+    train: dict[str, Any] | None = None,
+    keep: int = 2,
+) -> str:
+    """Write `<folder>/step-…` and return its URI; then drop all but the newest `keep` complete ones. Collective.
+
+    tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint.
+    """
+    storage = Storage(folder)
+    name = f"step-{state.step:08d}"
+    if _rank() == 0:
+        _delete(storage, name)  # what a kill or a damaged file left under this name
+    _barrier()
+    written = save_shards(_tensors(model, optimizer), storage, name)
+    files = {path: record for part in _gather(written) for path, record in part.items()}
+    if _rank() == 0:
+        info = {
+            "schema_version": SCHEMA_VERSION,
+            "model": config.model_dump(mode="json"),
+            "tokenizer": tokenizer,
+            "train": train or {},
+            "state": asdict(state),
+            "world_size": _world_size(),
+            "versions": {package: version(package) for package in ("lt2", "torch")},
+        }
+        for path, data in {INFO: json.dumps(info, indent=2).encode(), **(tokenizer_files or {})}.items():
+            storage.write_bytes(f"{name}/{path}", data)
+            files[path] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        storage.write_json(f"{name}/{COMPLETE}", {"files": files})
+        for old in complete(folder)[:-keep]:
+            _delete(storage, old)
+    _barrier()
+    return storage.join(name)
+
+
+def complete(folder: str) -> list[str]:
+    """Names of the complete checkpoints in `folder`, oldest first."""
+    storage = Storage(folder)
+    names = [name for name in storage.list() if _NAME.fullmatch(name)]
+    return [name for name in sorted(names) if storage.exists(f"{name}/{COMPLETE}")]
+
+
+def latest(folder: str) -> str | None:
+    """URI of the newest complete checkpoint whose files are intact, None when there is none at all. Collective.
+
+    Damaged ones are named in the log and passed over. Raises CheckpointError when every one of them is damaged:
+    training again from the start must be somebody's decision.
+    """
+    storage = Storage(folder)
+    names = _gather(complete(folder))[0]  # rank 0's listing: every rank must walk the same one
+    for name in reversed(names):
+        problems = [p for part in _gather(damage(storage.join(name), _rank(), _world_size())) for p in part]
+        if not problems:
+            return storage.join(name)
+        log.error("checkpoint %s is damaged and skipped: %s", storage.join(name), "; ".join(problems))
+    if names:
+        raise CheckpointError(f"{folder}: all checkpoints are damaged ({', '.join(names)}); delete them to start over")
+    return None
+
+
+def damage(uri: str, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the checkpoint's files ([] if nothing); `part` of `parts` reads its share of them."""
+    storage = Storage(uri)
+    try:
+        files = storage.read_json(COMPLETE)["files"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        return [f"{COMPLETE}: {type(error).__name__}"] if part == 0 else []
+    found = ((name, _file_problem(storage, name, files[name])) for name in sorted(files)[part::parts])
+    return [f"{name}: {problem}" for name, problem in found if problem]
+
+
+def _file_problem(storage: Storage, name: str, expected: dict[str, Any]) -> str | None:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with storage.open(name) as file:
+            while block := file.read(2**22):
+                digest.update(block)
+                size += len(block)
+    except FileNotFoundError:
+        return "missing"
+    if size != expected["bytes"]:
+        return f"{size} bytes instead of {expected['bytes']}"
+    return None if digest.hexdigest() == expected["sha256"] else "content changed (sha256)"
+
+
+def clean(folder: str) -> list[str]:
+    """Delete what kills left behind (folders without COMPLETE) and return their names. One rank, before training."""
+    storage = Storage(folder)
+    orphans = sorted({name for name in storage.list() if _NAME.fullmatch(name)} - set(complete(folder)))
+    for name in orphans:
+        log.warning("deleting the incomplete checkpoint %s", storage.join(name))
+        storage.delete(name)
+    return orphans
+
+
+def read_info(uri: str) -> CheckpointInfo:
+    """The checkpoint's description. Raises CheckpointError when it is missing, incomplete or of a newer schema."""
+    storage = Storage(uri)
+    if not storage.exists(COMPLETE):
+        raise CheckpointError(f"{uri}: no complete checkpoint here; give a folder named step-… with a {COMPLETE} file")
+    info = storage.read_json(INFO)
+    if info.get("schema_version") != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{uri}: checkpoint schema {info.get('schema_version')!r}; this LT2 reads schema {SCHEMA_VERSION}"
+        )
+    model = ModelConfig.model_validate(info["model"])
+    return CheckpointInfo(storage.root, model, info["tokenizer"], info["train"], TrainState(**info["state"]))
+
+
+def resolve(uri: str) -> str:
+    """The checkpoint `uri` means: itself, or the newest one in it or in its `checkpoints` folder."""
+    storage = Storage(uri)
+    if storage.exists(COMPLETE):
+        return storage.root
+    for folder in (storage.root, storage.join("checkpoints")):
+        if names := complete(folder):
+            return Storage(folder).join(names[-1])
+    raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}")
+
+
+def check_matches(info: CheckpointInfo, config: ModelConfig, tokenizer: dict[str, Any]) -> None:
+    """Raise CheckpointError unless `info` holds this very model and tokenizer."""
+    theirs, ours = info.model, config
+    if theirs.vocab_size != ours.vocab_size:
+        raise CheckpointError(
+            f"{info.uri}: vocabulary of {theirs.vocab_size}, the model here has {ours.vocab_size}; "
+            "use the tokenizer the checkpoint was trained with, or another output folder"
+        )
+    if theirs != ours:
+        fields = [name for name in type(ours).model_fields if getattr(theirs, name) != getattr(ours, name)]
+        raise CheckpointError(f"{info.uri}: model differs in {', '.join(fields)}; use another output folder")
+    if info.tokenizer.get("sha256") != tokenizer.get("sha256"):
+        raise CheckpointError(
+            f"{info.uri}: trained with tokenizer {info.tokenizer.get('name')!r}, the data was made with "
+            f"{tokenizer.get('name')!r} of another content; prepare the data again or use another output folder"
+        )
+
+
+def load(uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
+    """Fill model, optimizer and this rank's RNG from a checkpoint of any number of workers. Collective.
+
+    A rank the checkpoint has no generator state for (more workers than before) keeps its own.
+    """
+    saved = saved_names(Storage(uri))
+    _allocate_state(model, optimizer, saved)
+    mine = {key: value for key, value in _rng().items() if f"rng.{_rank()}.{key}" in saved}
+    target = _tensors(model, optimizer) | {"rng": {str(_rank()): mine}}
+    load_shards(target, Storage(uri))  # in place: state dicts alias parameters and moments
+    if "cpu" in mine:
+        torch.set_rng_state(mine["cpu"])
+    if "cuda" in mine:
+        torch.cuda.set_rng_state(mine["cuda"])
+    return read_info(uri).state
+
+
+def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
+    """(model on CPU in fp32 and eval mode, its config, tokenizer info) in one process; `uri` as for `resolve`.
+
+    The tokenizer is `load_tokenizer(info["file"] or "byte")`: "file" is a full path, None for the built-in one.
+    """
+    uri = resolve(uri)
+    if problems := damage(uri):
+        raise CheckpointError(f"{uri}: damaged checkpoint ({'; '.join(problems)})")
+    info = read_info(uri)
+    with torch.device("meta"):
+        model = LoopedLM(info.model)
+    model = model.to_empty(device="cpu")
+    load_shards({"model": model.state_dict()}, Storage(uri), alone=True)  # in place
+    file = info.tokenizer.get("file")
+    return model.eval(), info.model, {**info.tokenizer, "file": Storage(uri).join(file) if file else None}
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything but the step counters; parameters of a sharded model are DTensors here, so each rank writes a part."""
+    moments = {name: optimizer.state[p] for name, p in _trained(model, optimizer) if p in optimizer.state}
+    return {"model": model.state_dict(), "optimizer": moments, "rng": {str(_rank()): _rng()}}
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    return [(name, p) for name, p in model.named_parameters() if p in held]
+
+
+def _allocate_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
+    """Give AdamW the empty moments that a fresh one lacks, for every parameter whose moments were saved."""
+    fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
+    for name, p in _trained(model, optimizer):
+        if f"optimizer.{name}.exp_avg" in saved:
+            device = p.device if p in fused else torch.device("cpu")
+            step = torch.zeros((), dtype=torch.float32, device=device)
+            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def _rng() -> dict[str, Tensor]:
+    """States of the generators training may draw from: torch's, on CPU and on this rank's GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _delete(storage: Storage, name: str) -> None:
+    # COMPLETE goes first: a kill in between leaves an orphan, never a checkpoint with missing files.
+    storage.delete(f"{name}/{COMPLETE}")
+    storage.delete(name)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * _world_size()
+    dist.all_gather_object(values, value)
+    return values

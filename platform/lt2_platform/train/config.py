@@ -1,0 +1,53 @@
+"""What to pretrain. Importable without torch or Ray, so that plans and recipes are instant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+
+from lt2.config import Config, ConfigError, ModelConfig, explain
+from lt2.train_config import TrainConfig
+
+
+class PretrainModel(ModelConfig):
+    """A ModelConfig whose vocabulary may be left to the data's tokenizer."""
+
+    vocab_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @model_validator(mode="after")
+    def _check(self) -> PretrainModel:
+        # Everything but the vocabulary can be wrong already, and should fail before any data is prepared.
+        known = self if self.vocab_size is not None else self.model_copy(update={"vocab_size": 1})
+        ModelConfig._check(known)  # pyright: ignore[reportCallIssue]  pydantic leaves a plain function here
+        return self
+
+
+class PretrainConfig(Config):
+    """A model and how to train it. Where it runs and on how many workers is not part of it."""
+
+    model: PretrainModel
+    train: TrainConfig
+
+
+def resolve_model(model: PretrainModel, manifest: dict[str, Any], data: str) -> ModelConfig:
+    """`model` with the vocabulary of the dataset's tokenizer; ConfigError when the two do not fit together.
+
+    A vocabulary larger than the tokenizer's is fine: rows that round it up to a size kernels like.
+    """
+    tokenizer = manifest["tokenizer"]
+    vocab_size = tokenizer["vocab_size"] if model.vocab_size is None else model.vocab_size
+    if vocab_size < tokenizer["vocab_size"]:
+        raise ConfigError(
+            f"model.vocab_size {vocab_size} is smaller than the {tokenizer['vocab_size']} tokens of tokenizer "
+            f"{tokenizer['name']!r} in {data}; leave it out or raise it"
+        )
+    if model.max_seq_len < manifest["seq_len"]:
+        raise ConfigError(
+            f"model.max_seq_len {model.max_seq_len} is shorter than the rows of {manifest['seq_len']} tokens in "
+            f"{data}; raise it, or prepare with a smaller seq_len"
+        )
+    try:
+        return ModelConfig.model_validate(model.model_dump() | {"vocab_size": vocab_size})
+    except ValidationError as error:
+        raise ConfigError(explain(error, "model")) from error

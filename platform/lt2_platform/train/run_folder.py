@@ -1,0 +1,79 @@
+"""The folder of one pretraining run, whoever launches it.
+
+<out>/pretrain.json     resolved config, written once: Ray would resume a run with a changed config without a word
+<out>/checkpoints/      see checkpoint.py
+<out>/progress.json     last step, loss, speed and time left, while it trains
+<out>/summary.json      written last
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_platform.data.stream import load_manifest
+from lt2_platform.results import check_name, differences
+from lt2_platform.storage import Storage, absolute
+from lt2_platform.train import checkpoint
+from lt2_platform.train.config import PretrainConfig, resolve_model
+from lt2_platform.train.worker import WorkerSpec, check_divisible
+
+CONFIG, SUMMARY = "pretrain.json", "summary.json"
+
+
+def open_run(
+    config: PretrainConfig,
+    *,
+    data: str,
+    out: str,
+    run_id: str,
+    storage_root: str,
+    num_workers: int,
+    info: dict[str, Any] | None = None,
+) -> WorkerSpec:
+    """Check everything that can be checked before workers start, and bind the folder to this config.
+
+    Raises ConfigError for what cannot work, before anything is written, and for a folder bound to another config.
+    """
+    data, out = absolute(data), absolute(out)
+    check_name(run_id, "run id")
+    manifest = load_manifest(data)
+    model = resolve_model(config.model, manifest, data)
+    check_divisible(config.train.global_batch_size, num_workers)
+    storage = Storage(out)
+    storage.check_writable()
+    record = {
+        "model": model.model_dump(mode="json"),
+        "train": config.train.model_dump(mode="json"),
+        "data": {"fingerprint": manifest.get("fingerprint"), "tokenizer": manifest["tokenizer"]["sha256"]},
+    }
+    if not storage.create_exclusive(CONFIG, json.dumps(record, indent=2).encode()):
+        changed = differences({"then": storage.read_json(CONFIG), "now": json.loads(json.dumps(record))})
+        keys = ", ".join(f"{key} {changed['then'][key]!r} -> {changed['now'][key]!r}" for key in changed["now"])
+        if keys:
+            raise ConfigError(f"{out} holds a run with another config ({keys}); use another output folder")
+    return WorkerSpec(
+        model=record["model"],
+        train=record["train"],
+        data=data,
+        out=out,
+        run_id=run_id,
+        storage_root=absolute(storage_root),
+        info=info or {},
+    )
+
+
+def summary(spec: WorkerSpec) -> dict[str, Any] | None:
+    """The summary of a run that is over, with the checkpoint where the folder is now; None while there is work left."""
+    storage = Storage(spec.out)
+    if not storage.exists(SUMMARY):
+        return None
+    return storage.read_json(SUMMARY) | {"checkpoint": checkpoint.resolve(spec.out)}
+
+
+def close_run(spec: WorkerSpec, result: dict[str, Any]) -> dict[str, Any]:
+    """Write and return the summary: `result` (the final TrainState) and the URI of the last checkpoint."""
+    found = result | {"checkpoint": checkpoint.resolve(spec.out)}
+    Storage(spec.out).write_json(SUMMARY, found)
+    return found

@@ -1,0 +1,102 @@
+"""torch.distributed.checkpoint over our Storage, hashing every file while it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lt2_platform.storage import Storage
+
+
+class _HashingStream(io.RawIOBase):
+    """Passes writes on and keeps their count and sha256; the file never has to be read back."""
+
+    def __init__(self, raw: Any):
+        self.raw, self.digest, self.size = raw, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.raw.write(data)
+        view = memoryview(data)
+        self.digest.update(view)
+        self.size += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self.raw.flush()
+
+    def fileno(self) -> int:
+        return self.raw.fileno()
+
+
+class HashingFileSystem(FileSystem):
+    """DCP's view of an fsspec filesystem; `written` maps file names to {"bytes", "sha256"}."""
+
+    def __init__(self, fs: fsspec.AbstractFileSystem):
+        super().__init__()
+        self.fs = fs
+        self.written: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as raw:
+            if "r" in mode:
+                yield raw
+                return
+            stream = _HashingStream(raw)
+            yield stream
+        self.written[os.path.basename(path)] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.written[os.path.basename(new_path)] = self.written.pop(os.path.basename(path))
+
+
+def save_shards(tensors: dict[str, Any], storage: Storage, name: str) -> dict[str, dict[str, Any]]:
+    """Write this rank's part of `tensors` to `<storage>/<name>`; {its file: {"bytes", "sha256"}}. Collective."""
+    path = storage.join(name)
+    # On S3 there is no file to fsync, and DCP's fallback is os.sync(): every disk of the machine.
+    sink = FsspecWriter(path, sync_files=not path.startswith("s3://"))
+    sink.fs = files = HashingFileSystem(storage.fs)
+    with _one_process_is_fine():
+        save(tensors, storage_writer=sink)
+    return files.written
+
+
+def load_shards(tensors: dict[str, Any], storage: Storage, *, alone: bool = False) -> None:
+    """Fill `tensors` in place from the checkpoint at the storage's root. Collective unless `alone`."""
+    with _one_process_is_fine():
+        load(tensors, storage_reader=_reader(storage), no_dist=alone)
+
+
+def saved_names(storage: Storage) -> set[str]:
+    """Names of the tensors in the checkpoint at the storage's root."""
+    return set(_reader(storage).read_metadata().state_dict_metadata)
+
+
+def _reader(storage: Storage) -> FsspecReader:
+    source = FsspecReader(storage.root)
+    source.fs = HashingFileSystem(storage.fs)
+    return source
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,157 @@
+"""Pretraining on Ray Train: validate on the driver, launch workers, follow their progress, name what failed.
+
+Ray Train only places, connects and restarts workers. What survives a failure is ours: the newest complete checkpoint
+in `<out>/checkpoints` (Ray's record can miss a checkpoint it was just told of, and refuses a run with a deleted one).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from lt2.config import ConfigError
+from lt2.training import NonFiniteLossError
+from lt2_platform.data.spread import some_ray
+from lt2_platform.storage import Storage
+from lt2_platform.train import worker
+from lt2_platform.train.config import PretrainConfig
+from lt2_platform.train.run_folder import close_run, open_run, summary
+from lt2_platform.train.worker import PROGRESS, WorkerSpec
+
+__all__ = ["PretrainConfig", "pretrain"]
+
+Progress = Callable[[dict[str, Any]], None]
+POLL_SECONDS = 0.5
+
+
+def pretrain(
+    config: PretrainConfig,
+    *,
+    data: str,
+    out: str,
+    run_id: str,
+    storage_root: str,
+    num_workers: int = 1,
+    cpus_per_worker: float | None = None,
+    use_gpu: bool = False,
+    max_failures: int = 3,
+    progress: Progress | None = None,
+    info: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train on the packed dataset `data` into the folder `out`; returns the summary, also in `<out>/summary.json`.
+
+    The summary holds checkpoint (URI), step, position, tokens and loss. The same call after any interruption goes on
+    from the newest complete checkpoint, with any number of workers; after the end it returns at once. Metrics go to
+    run `run_id` of the results store under `storage_root`; `info` is provenance for it. progress is called in a thread
+    with {step, steps, loss, tokens_per_s, eta_s}. Uses the running Ray, or a local one for the duration.
+    Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, and Ray's WorkerGroupError
+    when workers failed more than max_failures times.
+    """
+    spec = open_run(
+        config, data=data, out=out, run_id=run_id, storage_root=storage_root, num_workers=num_workers, info=info
+    )
+    if (done := summary(spec)) is not None:
+        return done
+    storage = Storage(spec.out)
+    with some_ray(None):
+        scaling = _scaling(num_workers, cpus_per_worker, use_gpu)
+        with _followed(storage, progress):
+            result = _fit(spec, storage, scaling, num_workers, max_failures)
+    return close_run(spec, result)
+
+
+def _scaling(num_workers: int, cpus_per_worker: float | None, use_gpu: bool) -> ScalingConfig:
+    """Ask for what the cluster has: a request it can never meet would wait for ever, without a word."""
+    total = ray.cluster_resources()
+    if cpus_per_worker is None:
+        # Half a CPU on a small machine leaves room for the tasks of other steps.
+        cpus_per_worker = 1 if total.get("CPU", 0) > num_workers else 0.5
+    needed = {"CPU": num_workers * cpus_per_worker, "GPU": num_workers if use_gpu else 0}
+    for resource, amount in needed.items():
+        if amount > total.get(resource, 0):
+            raise ConfigError(
+                f"{num_workers} workers need {amount:g} {resource}s, the cluster has {total.get(resource, 0):g}; "
+                "lower num_workers or add nodes"
+            )
+    return ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker={"CPU": cpus_per_worker})
+
+
+def _fit(
+    spec: WorkerSpec, storage: Storage, scaling: ScalingConfig, num_workers: int, max_failures: int
+) -> dict[str, Any]:
+    # A new name per attempt: Ray must not resume anything on its own.
+    name = f"attempt-{len(storage.list('ray')) + 1:04d}"
+    filesystem, path = storage.arrow_fs("ray")
+    threads = max(1, (os.cpu_count() or 1) // num_workers)
+    run_config = RunConfig(
+        name=name,
+        storage_path=path,
+        storage_filesystem=filesystem,
+        failure_config=FailureConfig(max_failures=max_failures),
+        worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+    )
+    trainer = TorchTrainer(_work, train_loop_config=asdict(spec), scaling_config=scaling, run_config=run_config)
+    outcome: Any = trainer.fit().return_value  # rank 0's
+    if outcome["error"] == "config":
+        raise ConfigError(outcome["message"])
+    if outcome["error"] == "diverged":
+        raise NonFiniteLossError(outcome["message"])
+    return outcome["summary"]
+
+
+def _work(spec: dict[str, Any]) -> dict[str, Any]:
+    """On each worker. Errors that a retry cannot cure are returned: Ray would spend its retries on raised ones."""
+    try:
+        return {"error": None, "summary": worker.run(WorkerSpec(**spec), report=_report)}
+    except ConfigError as error:
+        return {"error": "config", "message": str(error)}
+    except NonFiniteLossError as error:
+        return {"error": "diverged", "message": str(error)}
+
+
+def _report(metrics: dict[str, Any]) -> None:
+    # Without Ray's Checkpoint: ours are written, verified and pruned by ourselves, and Ray cannot load a run whose
+    # registered checkpoint is gone. The numbers are for Tune and Ray's dashboard.
+    ray.train.report(metrics)
+
+
+@contextmanager
+def _followed(storage: Storage, progress: Progress | None) -> Iterator[None]:
+    """Call `progress` with what rank 0 writes to `<out>/progress.json`, while the block runs."""
+    if progress is None:
+        yield
+        return
+    stop = threading.Event()
+    seen: dict[str, Any] = {}
+
+    def look() -> None:
+        try:
+            values = storage.read_json(PROGRESS)
+        except (FileNotFoundError, ValueError):
+            return
+        if values != seen.get("values"):
+            seen["values"] = values
+            progress({key: value for key, value in values.items() if key != "time"})
+
+    def follow() -> None:
+        while not stop.wait(POLL_SECONDS):
+            look()
+
+    storage.delete(PROGRESS)  # an earlier attempt's last words
+    thread = threading.Thread(target=follow, name="lt2-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        look()

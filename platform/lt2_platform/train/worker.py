@@ -1,0 +1,242 @@
+"""What every training worker runs, whether Ray Train or torchrun started it: build, resume, train, save, log.
+
+Ray-free on purpose: `scripts/train_torchrun.py` runs the same function, and so do the GPU checks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lt2 import parallel
+from lt2.config import ConfigError, ModelConfig
+from lt2.loss import next_token_objective
+from lt2.model import LoopedLM, build
+from lt2.optim import adamw, warmup_cosine
+from lt2.training import Batch, TrainConfig, TrainState, autocast_dtype, train
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.evaluate.validation import perplexity
+from lt2_platform.results import ResultsStore, RunWriter
+from lt2_platform.storage import Storage
+from lt2_platform.train import checkpoint
+
+log = logging.getLogger(__name__)
+
+PROGRESS = "progress.json"
+PROGRESS_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything a worker needs, as plain JSON-like values: it travels to another process or machine."""
+
+    model: dict[str, Any]
+    train: dict[str, Any]
+    data: str
+    out: str
+    run_id: str
+    storage_root: str
+    prefetch: int = 2
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+def run(spec: WorkerSpec, *, report: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+    """Train as one rank of the process group (or alone), from the newest checkpoint in `<out>/checkpoints` if any.
+
+    Returns the final TrainState as {"step", "position", "tokens", "loss"}.
+
+    report, called on every rank after each checkpoint with {"step", "loss", "checkpoint"}, tells the launcher.
+    """
+    config, model_config = TrainConfig.model_validate(spec.train), ModelConfig.model_validate(spec.model)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    check_divisible(config.global_batch_size, world_size)
+    dataset = PackedDataset(spec.data, "train")
+    tokenizer = dataset.manifest["tokenizer"]
+    device = _device()
+    model, sharding = _build_model(model_config, config, device)
+    optimizer = adamw(
+        model, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, decay_all=config.decay_all
+    )
+    torch.manual_seed(config.seed + 1 + rank)  # ranks draw different numbers from here on; a checkpoint replaces this
+
+    folder = Storage(spec.out).join("checkpoints")
+    state = _resume(folder, model, optimizer, model_config, tokenizer)
+    batches: Any = dataset.batches(  # a generator: closing it ends its read-ahead thread
+        position=state.position,
+        global_batch_size=config.global_batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed,
+        prefetch=spec.prefetch,
+    )
+    logger = _Logger.open(spec, config) if rank == 0 else None
+    evaluator = _Evaluator(spec.data, config, logger)
+    saver = _Saver(folder, model_config, config, tokenizer, _tokenizer_files(spec.data), report)
+    # In this order: the metrics of a step are safe before the checkpoint that makes a resume skip it.
+    callbacks = [each for each in (logger, evaluator, saver) if each is not None]
+    schedule = warmup_cosine(
+        lr=config.lr, steps=config.steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio
+    )
+    objective = next_token_objective(document_mask=config.document_mask, z_loss=config.z_loss)
+    data = map(Batch.from_numpy, batches)
+    with closing(batches), logger.writer if logger else nullcontext():
+        train(model, objective, data, optimizer, schedule, config, state, callbacks, sharding=sharding)
+    return asdict(state)
+
+
+def check_divisible(global_batch_size: int, workers: int) -> None:
+    if global_batch_size % workers:
+        raise ConfigError(
+            f"train.global_batch_size {global_batch_size} is not divisible by {workers} workers; change either"
+        )
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # Ray shows each worker its own GPU; torchrun shows all of them and says which is ours.
+    index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _build_model(
+    model_config: ModelConfig, config: TrainConfig, device: torch.device
+) -> tuple[LoopedLM, parallel.Sharding | None]:
+    model = build(model_config, seed=config.seed, device=device)
+    parallel.wrap_blocks(model, activation_checkpoint=config.activation_checkpoint, compile=config.compile)
+    mesh = parallel.data_mesh(device.type)
+    if mesh is None:
+        return model, None
+    dtype = autocast_dtype(config.precision, device)
+    return model, parallel.shard(model, mesh, param_dtype=dtype, keep=config.keep_gathered)
+
+
+def _resume(
+    folder: str,
+    model: LoopedLM,
+    optimizer: torch.optim.Optimizer,
+    config: ModelConfig,
+    tokenizer: dict[str, Any],
+) -> TrainState:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        checkpoint.clean(folder)
+    found = checkpoint.latest(folder)
+    if found is None:
+        return TrainState()
+    checkpoint.check_matches(checkpoint.read_info(found), config, tokenizer)
+    state = checkpoint.load(found, model, optimizer)
+    log.info("resuming %s at step %d", found, state.step)
+    return state
+
+
+def _tokenizer_files(data: str) -> dict[str, bytes]:
+    storage = Storage(data)
+    return {f"tokenizer/{name}": storage.read_bytes(f"tokenizer/{name}") for name in storage.list("tokenizer")}
+
+
+@dataclass
+class _Saver:
+    """Callback: a checkpoint when due, then one report about it."""
+
+    folder: str
+    model_config: ModelConfig
+    config: TrainConfig
+    tokenizer: dict[str, Any]
+    tokenizer_files: dict[str, bytes]
+    report: Callable[[dict[str, Any]], None] | None
+
+    def on_checkpoint(self, state: TrainState, model: LoopedLM, optimizer: torch.optim.Optimizer) -> None:
+        uri = checkpoint.save(
+            self.folder,
+            model,
+            optimizer,
+            state,
+            config=self.model_config,
+            tokenizer=self.tokenizer,
+            tokenizer_files=self.tokenizer_files,
+            train=self.config.model_dump(mode="json"),
+            keep=self.config.keep_checkpoints,
+        )
+        if self.report is not None:
+            self.report({"step": state.step, "loss": state.loss, "checkpoint": uri})
+
+
+@dataclass
+class _Evaluator:
+    """Callback: validation loss on the first sequences of the split. Every rank runs all of them, as FSDP requires."""
+
+    data: str
+    config: TrainConfig
+    logger: _Logger | None
+
+    def on_eval(self, state: TrainState, model: LoopedLM) -> None:
+        device = model.embed.weight.device
+        precision = autocast_dtype(self.config.precision, device)
+        with torch.autocast(device.type, precision) if precision else nullcontext():
+            result = perplexity(
+                model,
+                PackedDataset(self.data, "validation"),
+                max_sequences=self.config.eval_sequences,
+                document_mask=self.config.document_mask,
+            )
+        if self.logger is not None:
+            self.logger.writer.log(state.step, {"validation_loss": result["loss"]})
+
+
+@dataclass
+class _Logger:
+    """Callback of rank 0: metrics to the results store, and a small progress file for whoever launched us.
+
+    Not through ray.train.report: that is limited to one call in two seconds, and it blocks.
+    """
+
+    writer: RunWriter
+    out: Storage
+    config: TrainConfig
+    written: float = 0.0
+
+    @classmethod
+    def open(cls, spec: WorkerSpec, config: TrainConfig) -> _Logger:
+        info = {**spec.info, "config": {"model": spec.model, "train": spec.train, **spec.info.get("config", {})}}
+        writer = ResultsStore(Storage(spec.storage_root)).create_run(spec.run_id, info)
+        return cls(writer, Storage(spec.out), config)
+
+    def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
+        self.writer.log(state.step, metrics | {"tokens": state.tokens})
+        if time.time() - self.written >= PROGRESS_SECONDS or state.step == self.config.steps:
+            self._write_progress(_progress(state, metrics, self.config))
+
+    def on_checkpoint(self, *_: Any) -> None:
+        self.writer.flush()
+
+    def on_end(self, state: TrainState) -> None:
+        self.writer.close(asdict(state))
+
+    def _write_progress(self, values: dict[str, Any]) -> None:
+        self.written = time.time()
+        try:
+            self.out.write_bytes(PROGRESS, json.dumps(values).encode())
+        except OSError as error:
+            log.warning("progress not written (%s); training goes on", error)
+
+
+def _progress(state: TrainState, metrics: dict[str, float], config: TrainConfig) -> dict[str, Any]:
+    left = config.steps - state.step
+    return {
+        "step": state.step,
+        "steps": config.steps,
+        "loss": metrics["loss"],
+        "tokens_per_s": metrics["tokens_per_s"],
+        "eta_s": left * metrics["step_time"],
+        "time": time.time(),
+    }
