@@ -41,7 +41,7 @@ def absolute(uri: str) -> str:
 
 
 def filesystem(uri: str) -> Any:
-    """The fsspec filesystem (its stubs type little) that holds `uri`; S3 reads its endpoint and keys from the usual AWS_* variables."""
+    """The fsspec filesystem that holds `uri`; S3 reads its endpoint and keys from the usual AWS_* variables."""
     if not uri.startswith(S3):
         return fsspec.filesystem("file")
     _tame_checksums()

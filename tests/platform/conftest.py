@@ -46,10 +46,10 @@ def s3_endpoint():
         server.wait(10)
 
 
-@pytest.fixture
-def s3_root(s3_endpoint, monkeypatch):
-    """A fresh `s3://bucket/prefix`, with the AWS_* environment pointing at moto."""
-    settings = {
+@pytest.fixture(scope="session")
+def s3_environment(s3_endpoint):
+    """The variables that point a process at moto; a Ray that shall reach it must be started with them."""
+    return {
         "AWS_ENDPOINT_URL": s3_endpoint,
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
@@ -58,7 +58,12 @@ def s3_root(s3_endpoint, monkeypatch):
         "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
         "NO_PROXY": LOOPBACK,
     }
-    for name, value in settings.items():
+
+
+@pytest.fixture
+def s3_root(s3_environment, monkeypatch):
+    """A fresh `s3://bucket/prefix`, with the AWS_* environment pointing at moto."""
+    for name, value in s3_environment.items():
         monkeypatch.setenv(name, value)
     bucket = f"lt2-{uuid.uuid4().hex[:12]}"
     fsspec.filesystem("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], use_listings_cache=False).mkdir(bucket)

@@ -93,7 +93,7 @@ def _build(
     shard_sequences = config.shard_sequences or max(units.ROW_GROUP, SHARD_TOKENS // width // 64 * 64)
 
     def job(threshold: int) -> Job:
-        staging = f".staging/{fingerprint[:16]}-{threshold:x}"
+        staging = f".staging/{_digest([fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS])[:16]}"
         tokenizer_at = storage.join(file) if file else config.tokenizer
         return Job(
             storage.root, staging, tokenizer_at, config.text_column, config.seed, threshold, width, shard_sequences
@@ -109,6 +109,8 @@ def _build(
         # Chance left one side without a document, so the corpus is small: dividing it again is cheap.
         chosen = job(forced)
         records = _tokenize(work, chosen, parallelism)
+    for made in (*SPLITS, "quarantine"):
+        storage.delete(made)  # what an interrupted run left, half-written temporary files included
     splits = _write_splits(records, chosen, parallelism)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -146,7 +148,8 @@ def _write_splits(records: Sequence[dict[str, Any]], job: Job, parallelism: int 
     shards = [shard for split in SPLITS for shard in _shards(records, job, split, rows[split], totals[split])]
     files: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     counts = {split: np.zeros(1, dtype=np.int64) for split in SPLITS}
-    for file, shard_counts in spread(write_shard, shards, job, parallelism):
+    for done, (file, shard_counts) in enumerate(spread(write_shard, shards, job, parallelism), start=1):
+        logger.info("wrote %d of %d shards", done, len(shards))
         split = file["path"].split("/")[0]
         files[split].append(file)
         counts[split] = counts[split] + shard_counts
@@ -256,12 +259,14 @@ def _refuse_empty(records: Sequence[dict[str, Any]], files: Sequence[sources.Sou
 
 
 def _fingerprint(config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[sources.SourceFile]) -> str:
-    """Names what goes in, so that staged work of another input or version is never taken for this one's."""
+    """Names everything the output depends on, and nothing else."""
     settings = config.model_dump(mode="json", exclude={"source", "tokenizer"})
     versions = [[file.name, file.format, file.compression, file.bytes, file.version] for file in files]
-    unit = [SCHEMA_VERSION, sources.UNIT_BYTES, sources.MAX_UNITS, sources.PIECE_BYTES]
-    content = json.dumps([settings, tokenizer.sha256, versions, unit], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+    return _digest([SCHEMA_VERSION, sources.PIECE_BYTES, settings, tokenizer.sha256, versions])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _finished(storage: Storage, fingerprint: str) -> dict[str, Any]:
