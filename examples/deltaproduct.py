@@ -3,7 +3,7 @@
 Check it:   lt2 check-mixer examples/deltaproduct.py:DeltaProductConfig
 Use it:     mixer: {type: deltaproduct, source: examples/deltaproduct.py, num_householder: 3}
 
-A token takes alpha_t S_{t-1} through S <- (I - beta_j k_j k_j^T) S + beta_j k_j v_j^T for j = 1..n, then reads S_t^T q_t.
+A token takes alpha_t S_{t-1} through S <- (I - beta_j k_j k_j^T) S + beta_j k_j v_j^T, j = 1..n, then reads S_t^T q_t.
 Its n factors can permute n + 1 states, where the delta rule's single one swaps two.
 Shapes: B batch, L tokens, D width, H heads, K head size, n Householder steps.
 """
