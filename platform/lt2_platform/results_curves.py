@@ -114,6 +114,11 @@ def extend(curves: pa.Table, rows: pa.Table, *, max_points: int = MAX_POINTS) ->
     return _fit(pa.concat_tables([curves, downsample(rows, max_points=max_points)]), max_points)
 
 
+def refit(curves: pa.Table, max_points: int) -> pa.Table:
+    """The same curves with wider buckets where a metric has more than `max_points` of them."""
+    return _fit(curves, max_points)
+
+
 def _by_metric(table: pa.Table, how: str) -> pa.Table:
     return table.group_by("metric").aggregate([("step", how)]).select(["metric", f"step_{how}"])
 

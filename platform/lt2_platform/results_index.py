@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -73,7 +74,7 @@ def write_journal(storage: Storage, run: RunInfo) -> None:
 
 def write_eval_journal(storage: Storage, run_id: str, name: str, rows: list[dict[str, Any]]) -> None:
     body = {"run": run_id, "name": name, "rows": rows}
-    storage.write_bytes(f"{JOURNAL}/{run_id}~{name}~{uuid.uuid4().hex[:8]}.json", json.dumps(body).encode())
+    storage.write_bytes(f"{JOURNAL}/{run_id}~{name}~{time.time_ns():020d}-{uuid.uuid4().hex[:6]}.json", json.dumps(body).encode())
 
 
 def version(storage: Storage) -> str:

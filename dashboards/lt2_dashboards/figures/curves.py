@@ -1,0 +1,112 @@
+"""Training curves of one or more runs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lt2.config import ConfigError
+from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.queries import Source
+from lt2_platform.results_curves import refit
+
+POINTS_ON_SCREEN = 8_000  # over all lines of one chart
+TITLES = {
+    "loss": "Training loss (nats per token)",
+    "grad_norm": "Gradient norm before clipping",
+    "lr": "Learning rate",
+    "tokens_per_s": "Throughput (tokens/s)",
+    "step_time": "Step time (s)",
+    "data_wait": "Waiting for data (s per step)",
+    "mfu": "Model FLOPs utilisation",
+}
+
+
+def curves(
+    source: Source,
+    *,
+    runs: list[str],
+    metric: str = "loss",
+    x: Literal["step", "time"] = "step",
+    log: bool = False,
+    smooth: int = 0,
+) -> Figure:
+    """A metric over training, one line per run: bucket means, with the range of each bucket behind a few lines.
+
+    `x` is the step or the hours since the run started, `log` a logarithmic value axis, `smooth` the half-life, in
+    points, of an exponential moving average drawn instead of the raw mean.
+    """
+    known = source.snapshot().index.runs
+    if unknown := [run for run in runs if run not in known]:
+        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+    series, rows, notes, empty = [], [], [], []
+    for position, run in enumerate(runs):
+        loaded = source.curves(run)
+        notes += [f"{problem}" for problem in loaded.skipped]
+        curve = loaded.table.filter(pc.field("metric") == metric)
+        if curve.num_rows == 0:
+            empty.append(run)
+            continue
+        start = known[run].created
+        rows += _table(run, curve, start)
+        drawn = refit(curve, max(100, POINTS_ON_SCREEN // len(runs)))
+        series += _lines(run, position, drawn, start, x, band=len(runs) <= 3 and not log and not smooth, smooth=smooth)
+        if bad := int(np.sum(curve["nonfinite"].to_numpy())):
+            notes.append(f"{run}: {bad:,} values are NaN or infinite and not drawn.")
+    if empty and len(empty) < len(runs):
+        notes.append(f"Not logged by {', '.join(empty[:5])}{' and others' if len(empty) > 5 else ''}.")
+    title = TITLES.get(metric, metric)
+    return Figure(title, _option(series, metric, x, log), ["run", "step", "hours", "min", "mean", "max"], rows, notes)
+
+
+def _table(run: str, curve: pa.Table, start: float) -> list[list[Any]]:
+    names = ("step", "time", "min", "mean", "max")
+    columns = zip(*(curve[name].to_pylist() for name in names))
+    return [[run, step, round((time - start) / 3600, 6), *values] for step, time, *values in columns]
+
+
+def _lines(
+    run: str, position: int, curve: pa.Table, start: float, x: str, *, band: bool, smooth: int
+) -> list[dict[str, Any]]:
+    across = curve["step"].to_pylist() if x == "step" else ((curve["time"].to_numpy() - start) / 3600).tolist()
+    mean = curve["mean"].to_numpy()
+    across = [rounded(value) if x == "time" else value for value in across]
+    line = {
+        "type": "line",
+        "name": run,
+        "colorIndex": position,
+        "showSymbol": curve.num_rows < 2,
+        "data": [[a, rounded(v)] for a, v in zip(across, _smoothed(mean, smooth))],
+    }
+    if not band or int(curve["width"].to_numpy().max()) == 1:
+        return [line]
+    low, high = curve["min"].to_numpy(), curve["max"].to_numpy()
+    common = {"type": "line", "name": run, "stack": f"range {run}", "band": True, "colorIndex": position}
+    below = {**common, "data": [[a, rounded(v)] for a, v in zip(across, low)]}
+    range_ = {**common, "areaStyle": {"opacity": 0.16}, "data": [[a, rounded(v)] for a, v in zip(across, high - low)]}
+    return [below, range_, line]
+
+
+def _smoothed(values: np.ndarray, half_life: int) -> list[float]:
+    """Exponential moving average without the bias of its start; NaN leaves a gap and does not spread."""
+    if half_life <= 0:
+        return values.tolist()
+    decay, total, weight, out = 0.5 ** (1 / half_life), 0.0, 0.0, []
+    for value in values.tolist():
+        if value == value:
+            total, weight = decay * total + value, decay * weight + 1.0
+        out.append(total / weight if value == value else value)
+    return out
+
+
+def _option(series: list[dict[str, Any]], metric: str, x: str, log: bool) -> dict[str, Any]:
+    return {
+        "xAxis": {"type": "value", "name": "step" if x == "step" else "hours", "max": "dataMax"},
+        "yAxis": {"type": "log" if log else "value", "scale": metric != "lr"},
+        "series": series,
+        "tooltip": {"trigger": "axis"},
+        "empty": None if series else f"No run shown here has logged {metric!r}.",
+    }

@@ -1,0 +1,87 @@
+"""Many runs at once: every setting that varies, against one result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.queries import Source
+from lt2_dashboards.runs_table import MAX_QUERY, matching
+
+MAX_RUNS = 1_000
+MAX_AXES = 8
+
+
+def sweep(source: Source, *, q: str = "", metric: str = "loss") -> Figure:
+    """Parallel coordinates of the settings that differ among runs, coloured by a result.
+
+    `q` filters runs as in the runs table; `metric` is a logged metric's last value or an evaluation
+    (name/task/metric). Runs without that result are left out.
+    """
+    if len(q) > MAX_QUERY:
+        raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
+    snapshot = source.snapshot()
+    runs, varying = matching(snapshot, now=source.clock(), q=q, metric=metric, limit=MAX_RUNS)
+    keys = varying[:MAX_AXES]
+    settings = _settings(snapshot, [run for run, _ in runs], keys)
+    rows = [[run, *(settings[run].get(key, (None, None))[0] for key in keys), value] for run, value in runs]
+    notes = [f"{len(varying) - MAX_AXES} more settings differ and are not drawn."] if len(varying) > MAX_AXES else []
+    option = _option(runs, keys, settings, metric)
+    return Figure(f"{metric} by settings", option, ["run", *keys, metric], rows, notes)
+
+
+def _settings(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:
+    found = snapshot.query(
+        "SELECT run, key, text, number FROM config WHERE list_contains(?, run) AND list_contains(?, key)", [runs, keys]
+    )
+    settings: dict[str, dict[str, tuple[str, float | None]]] = {run: {} for run in runs}
+    for run, key, text, number in found:
+        settings[run][key] = (text, number)
+    return settings
+
+
+def _option(runs: list[tuple[str, float]], keys: list[str], settings: Any, metric: str) -> dict[str, Any]:
+    if not runs:
+        return {"series": [], "empty": f"No run that matches has the result {metric!r}."}
+    if not keys:
+        return {"series": [], "empty": "These runs have the same settings; a sweep needs some that differ."}
+    columns = {key: [settings[run].get(key, ("not set", None)) for run, _ in runs] for key in keys}
+    axes = [_axis(index, key, columns[key]) for index, key in enumerate(keys)]
+    values = [value for _, value in runs]
+    axes.append({"dim": len(keys), "name": metric, "type": "value", "scale": True})
+    lines = [
+        {"name": run, "value": [*(_at(axis, settings[run].get(key)) for axis, key in zip(axes, keys)), rounded(value)]}
+        for run, value in runs
+    ]
+    low, high = min(values), max(values)
+    return {
+        "parallel": {"left": 60, "right": 110, "top": 44, "bottom": 20},
+        "parallelAxis": axes,
+        "visualMap": {
+            "type": "continuous", "min": low, "max": high if high > low else low + 1, "dimension": len(keys),
+            "right": 8, "top": "middle", "itemHeight": 160, "itemWidth": 10, "precision": 4,
+            "inRange": {"color": ["#2f6bd8", "#7a9fd0", "#d9a35b", "#c2334d"]},
+        },
+        "series": [
+            {"type": "parallel", "name": "runs", "data": lines, 
+             "lineStyle": {"width": 1.6 if len(lines) < 100 else 1, "opacity": 0.75 if len(lines) < 100 else 0.35}}
+        ],
+        "tooltip": {"trigger": "item"},
+    }  # fmt: skip
+
+
+def _axis(index: int, key: str, values: list[tuple[str, float | None]]) -> dict[str, Any]:
+    """A numeric axis when every run has a number there (logarithmic over more than a decade), else one of names."""
+    numbers = [number for _, number in values]
+    name = ".".join(key.split(".")[-2:])
+    if all(number is not None for number in numbers):
+        positive = [number for number in numbers if number is not None and number > 0]
+        log = len(positive) == len(numbers) and max(positive) > 10 * min(positive)
+        return {"dim": index, "name": name, "type": "log" if log else "value", **({} if log else {"scale": True})}
+    return {"dim": index, "name": name, "type": "category", "data": sorted({text for text, _ in values})}
+
+
+def _at(axis: dict[str, Any], setting: tuple[str, float | None] | None) -> Any:
+    text, number = setting or ("not set", None)
+    return text if axis["type"] == "category" else number

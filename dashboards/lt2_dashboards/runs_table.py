@@ -1,0 +1,205 @@
+"""The runs table: filter, sort and page over the index, and which settings differ among the runs shown."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_dashboards.queries import Snapshot
+from lt2_platform.results_index import STALE_SECONDS
+
+PAGE_SIZE = 100
+MAX_QUERY = 500  # characters
+STATUSES = ("running", "stalled", "finished", "failed")
+BUILT_IN = {"run": "run", "created": "created", "updated": "updated", "step": "step", "status": "status"}
+MAX_VARYING = 40  # settings offered as columns
+
+_TERM = re.compile(r"(?P<key>[^\s=<>!~]+)(?P<op>>=|<=|!=|=|<|>|~)(?P<value>\S*)")
+_ORDER = {"<": "<", ">": ">", "<=": "<=", ">=": ">="}
+_STATUS = f"CASE WHEN state = 'running' AND ? - updated > {STALE_SECONDS} THEN 'stalled' ELSE state END"
+
+
+@dataclass
+class _Picked:
+    """The runs that a query selects: a SQL condition on `r` (runs with their status) and its bound parameters."""
+
+    snapshot: Snapshot
+    now: float
+    conditions: list[str] = field(default_factory=list)
+    parameters: list[Any] = field(default_factory=list)
+
+    def add(self, condition: str, *parameters: Any) -> None:
+        self.conditions.append(condition)
+        self.parameters += parameters
+
+    def query(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Run `sql`, in which `picked` is the table of selected runs."""
+        where = " AND ".join(self.conditions) or "true"
+        head = f"WITH r AS (SELECT *, {_STATUS} AS status FROM runs), picked AS (SELECT * FROM r WHERE {where}) "
+        return self.snapshot.query(head + sql, [self.now, *self.parameters, *parameters])
+
+
+def runs_page(
+    snapshot: Snapshot, *, now: float, q: str = "", status: str = "", sort: str = "-created", page: int = 1
+) -> dict[str, Any]:
+    """One page of the runs that match `q` and `status` (a comma list), with the settings and metrics they differ in.
+
+    `q` is words (parts of the run's name) and conditions such as `lr>1e-3`, `ratio=1:4`, `loss<3`, `type~gdn`.
+    `sort` is a column, with '-' in front for descending. Raises ConfigError for a query that cannot be understood.
+    """
+    picked = _pick(snapshot, now, q)
+    counts = dict(picked.query("SELECT status, count(*) FROM picked GROUP BY status"))
+    if wanted := [name for name in status.split(",") if name in STATUSES]:
+        picked.add(f"status IN ({', '.join('?' * len(wanted))})", *wanted)
+    total = picked.query("SELECT count(*) FROM picked")[0][0]
+    rows = _rows(picked, sort, min(max(page, 1), 1 + total // PAGE_SIZE))
+    varying = _varying(picked, total)
+    names = [row["run"] for row in rows]
+    for row, settings in zip(rows, _by_run(snapshot, "config", "key", "text", names, varying)):
+        row["config"] = settings
+    for row, numbers in zip(rows, _by_run(snapshot, "numbers", "metric", "value", names, None)):
+        row["numbers"] = {metric: _finite_or_text(value) for metric, value in numbers.items()}
+    metrics = picked.query(
+        "SELECT metric, count(*) FROM numbers WHERE run IN (SELECT run FROM picked) GROUP BY metric ORDER BY 2 DESC, 1"
+    )
+    return {
+        "total": total,
+        "all": snapshot.query("SELECT count(*) FROM runs")[0][0],
+        "counts": counts,
+        "page": page,
+        "page_size": PAGE_SIZE,
+        "rows": rows,
+        "varying": varying,
+        "metrics": [metric for metric, _ in metrics[:MAX_VARYING]],
+        "skipped": list(snapshot.index.skipped),
+    }
+
+
+def matching(
+    snapshot: Snapshot, *, now: float, q: str, metric: str, limit: int
+) -> tuple[list[tuple[str, float]], list[str]]:
+    """((run, last value of `metric`) of the runs that match `q` and have a finite one, the settings they differ in)."""
+    picked = _pick(snapshot, now, q)
+    picked.add("run IN (SELECT run FROM numbers WHERE metric = ? AND isfinite(value))", metric)
+    runs = picked.query(
+        "SELECT picked.run, any_value(value) FROM picked JOIN numbers ON numbers.run = picked.run AND metric = ? "
+        "GROUP BY picked.run, created ORDER BY created DESC, picked.run LIMIT ?",
+        metric,
+        limit,
+    )
+    return [(run, value) for run, value in runs], _varying(picked, picked.query("SELECT count(*) FROM picked")[0][0])
+
+
+def _pick(snapshot: Snapshot, now: float, q: str) -> _Picked:
+    if len(q) > MAX_QUERY:
+        raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
+    picked = _Picked(snapshot, now)
+    for term in q.split():
+        match = _TERM.fullmatch(term)
+        if match is None:
+            picked.add("contains(lower(run), lower(?))", term)
+        elif match["key"] in BUILT_IN:
+            _built_in(picked, **match.groupdict())
+        else:
+            _setting_or_metric(picked, **match.groupdict())
+    return picked
+
+
+def _built_in(picked: _Picked, key: str, op: str, value: str) -> None:
+    column = BUILT_IN[key]
+    if key in ("run", "status"):
+        if op in _ORDER:
+            raise ConfigError(f"{key}{op}{value}: {key} is text; use =, != or ~")
+        condition = {"=": f"{column} = ?", "!=": f"{column} <> ?", "~": f"contains(lower({column}), lower(?))"}[op]
+        return picked.add(condition, value)
+    return picked.add(f"{column} {_ORDER.get(op, '=')} ?", _number(key, op, value))
+
+
+def _setting_or_metric(picked: _Picked, key: str, op: str, value: str) -> None:
+    """A condition holds if any setting called `key` (or ending in `.key`), or any metric so called, fulfils it."""
+    suffix = f".{key}"
+    known = picked.snapshot.query(
+        "SELECT (SELECT count(*) FROM config WHERE key = ? OR ends_with(key, ?)) + "
+        "(SELECT count(*) FROM numbers WHERE metric = ? OR ends_with(metric, ?))",
+        [key, suffix, key, f"/{key}"],
+    )
+    if known[0][0] == 0:
+        raise ConfigError(f"no setting or metric is called {key[:60]!r}; try a word of the run's name instead")
+    if op == "~":
+        setting, bound = "contains(lower(c.text), lower(?))", [value]
+        metric, metric_bound = "false", []
+    elif op in _ORDER:
+        number = _number(key, op, value)
+        setting, bound = f"c.number {_ORDER[op]} ?", [number]
+        metric, metric_bound = f"n.value {_ORDER[op]} ?", [number]
+    else:
+        setting, bound = "(c.text = ? OR c.number = TRY_CAST(? AS DOUBLE))", [value, value]
+        metric, metric_bound = "n.value = TRY_CAST(? AS DOUBLE)", [value]
+    negate = "NOT " if op == "!=" else ""
+    picked.add(
+        f"{negate}(run IN (SELECT run FROM config c WHERE (c.key = ? OR ends_with(c.key, ?)) AND {setting}) "
+        f"OR run IN (SELECT run FROM numbers n WHERE (n.metric = ? OR ends_with(n.metric, ?)) AND {metric}))",
+        *(key, suffix, *bound),
+        *(key, f"/{key}", *metric_bound),
+    )
+
+
+def _number(key: str, op: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ConfigError(f"{key}{op}{value[:40]}: {value[:40]!r} is not a number") from error
+
+
+def _rows(picked: _Picked, sort: str, page: int) -> list[dict[str, Any]]:
+    direction = "DESC" if sort.startswith("-") else "ASC"
+    column = sort.removeprefix("-")
+    if column in BUILT_IN:
+        join, order, bound = "", f"{BUILT_IN[column]} {direction}", []
+    else:
+        join = (
+            "LEFT JOIN (SELECT run AS run_, any_value(number) AS number, any_value(text) AS text FROM "
+            "(SELECT run, number, text FROM config WHERE key = ? "
+            "UNION ALL SELECT run, value, NULL FROM numbers WHERE metric = ?) GROUP BY run) ON run_ = run "
+        )
+        order, bound = f"number {direction} NULLS LAST, text {direction} NULLS LAST", [column, column]
+    found = picked.query(
+        f"SELECT run, status, created, updated, step, total FROM picked {join}ORDER BY {order}, run LIMIT ? OFFSET ?",
+        *bound,
+        PAGE_SIZE,
+        (page - 1) * PAGE_SIZE,
+    )
+    return [dict(zip(("run", "status", "created", "updated", "step", "total"), row)) for row in found]
+
+
+def _varying(picked: _Picked, total: int) -> list[str]:
+    """Settings that are not the same in all picked runs, the most telling (fewest values) first."""
+    found = picked.query(
+        "SELECT key FROM config WHERE run IN (SELECT run FROM picked) GROUP BY key "
+        "HAVING count(DISTINCT text) > 1 OR count(*) < ? ORDER BY count(DISTINCT text), key LIMIT ?",
+        total,
+        MAX_VARYING,
+    )
+    return [key for (key,) in found]
+
+
+def _by_run(
+    snapshot: Snapshot, table: str, key: str, value: str, runs: list[str], keys: list[str] | None
+) -> list[dict[str, Any]]:
+    condition, bound = ("", []) if keys is None else (f"AND list_contains(?, {key})", [keys])
+    found = snapshot.query(
+        f"SELECT run, {key}, {value} FROM {table} WHERE list_contains(?, run) {condition}", [runs, *bound]
+    )
+    by_run: dict[str, dict[str, Any]] = {run: {} for run in runs}
+    for run, name, content in found:
+        by_run[run][name] = content
+    return [by_run[run] for run in runs]
+
+
+def _finite_or_text(value: float) -> float | str:
+    """JSON has no NaN; the page shows the word."""
+    if value != value:
+        return "NaN"
+    return value if abs(value) != float("inf") else str(value)

@@ -1,0 +1,67 @@
+// Reading from the server: one ETag per address, and polling that rests while the page is hidden.
+
+const seen = new Map(); // address -> { etag, body }
+
+export class ServerError extends Error {}
+
+export async function get(address, signal) {
+  const known = seen.get(address);
+  let response;
+  try {
+    response = await fetch(address, { signal, cache: "no-store", headers: known ? { "If-None-Match": known.etag } : {} });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The server does not answer. Is `lt2 dashboard` still running?");
+  }
+  if (response.status === 304) return { body: known.body, changed: false };
+  if (response.status === 401) throw new ServerError("This session has ended. Open the address that `lt2 dashboard` printed.");
+  const body = await response.json().catch(() => ({ error: `The server answered ${response.status}.` }));
+  if (!response.ok) throw new ServerError(body.error ?? `The server answered ${response.status}.`);
+  const etag = response.headers.get("ETag");
+  if (etag) {
+    if (seen.size > 200) seen.delete(seen.keys().next().value);
+    seen.set(address, { etag, body });
+  }
+  return { body, changed: true };
+}
+
+// Calls show(body) at once and whenever the answer changes; fail(error) on trouble, after which it goes on trying.
+export function poll(address, show, fail, { every = 2000 } = {}) {
+  const controller = new AbortController();
+  let timer, first = true, failed = false;
+  const again = () => { timer = setTimeout(ask, document.hidden ? 30000 : failed ? 5000 : every); };
+  const wake = () => { if (!document.hidden) { clearTimeout(timer); ask(); } };
+  let busy = false;
+  async function ask() {
+    if (busy) return;
+    busy = true;
+    try {
+      const { body, changed } = await get(address, controller.signal);
+      if (changed || first || failed) show(body);
+      if (failed || first) connection("");
+      first = failed = false;
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      failed = true;
+      if (!(error instanceof ServerError)) console.error(error);
+      connection(first ? "" : "reconnecting…");
+      if (first) fail(error);
+    } finally {
+      busy = false;
+    }
+    again();
+  }
+  document.addEventListener("visibilitychange", wake);
+  ask();
+  return () => { controller.abort(); clearTimeout(timer); document.removeEventListener("visibilitychange", wake); };
+}
+
+export function query(parameters) {
+  const pairs = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "" && value !== false);
+  const text = new URLSearchParams(pairs.map(([key, value]) => [key, value === true ? "1" : String(value)])).toString();
+  return text ? `?${text}` : "";
+}
+
+function connection(text) {
+  document.getElementById("connection").textContent = text;
+}

@@ -1,0 +1,23 @@
+// Controls of curves that several pages share; what they say is in the URL.
+
+import { h } from "./dom.js";
+import { params, setParams } from "./url.js";
+
+export const curveParams = (given = params()) => ({ x: given.x === "time" ? "time" : undefined, log: given.log === "1", smooth: Number(given.smooth) || undefined });
+
+export function curveControls() {
+  const pick = (name, label, choices) => {
+    const select = h("select", { "aria-label": label, onchange: (event) => setParams({ [name]: event.target.value }) },
+      choices.map(([value, text]) => h("option", { value }, text)));
+    select.sync = () => { select.value = params()[name] ?? ""; };
+    return select;
+  };
+  const x = pick("x", "Horizontal axis", [["", "by step"], ["time", "by hours"]]);
+  const smooth = pick("smooth", "Smoothing", [["", "no smoothing"], ["5", "smooth 5"], ["20", "smooth 20"], ["80", "smooth 80"]]);
+  const log = h("input", { type: "checkbox", onchange: (event) => setParams({ log: event.target.checked }) });
+  const element = h("div", { class: "controls" }, x, smooth, h("label", {}, log, "log"));
+  return {
+    element,
+    sync() { x.sync(); smooth.sync(); log.checked = params().log === "1"; },
+  };
+}

@@ -1,0 +1,44 @@
+import { compact } from "./theme.js";
+
+export { compact };
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
+  if (size >= 1e5 || size < 1e-3) return compact(value);
+  return String(Number(value.toPrecision(digits + (size >= 1000 ? 1 : 0))));
+}
+
+export function ago(seconds, now = Date.now() / 1000) {
+  const age = Math.max(0, now - seconds);
+  for (const [unit, name] of [[86400 * 365, "y"], [86400, "d"], [3600, "h"], [60, "min"]]) {
+    if (age >= unit) return `${Math.floor(age / unit)} ${name} ago`;
+  }
+  return age < 5 ? "now" : `${Math.floor(age)} s ago`;
+}
+
+export function duration(seconds) {
+  if (!Number.isFinite(seconds)) return "–";
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+}
+
+export const date = (seconds) =>
+  seconds ? new Date(seconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }) : "–";
+
+// The shortest endings that still tell the keys apart: train.lr -> lr, model.layout.type -> layout.type.
+export function shortNames(keys) {
+  const names = new Map();
+  for (const key of keys) {
+    const parts = key.split(".");
+    let count = 1;
+    const ending = () => parts.slice(-count).join(".");
+    while (count < parts.length && keys.some((other) => other !== key && (other === ending() || other.endsWith(`.${ending()}`)))) count += 1;
+    if (count < parts.length && ["type", "name", "path"].includes(ending())) count += 1;
+    names.set(key, ending());
+  }
+  return names;
+}

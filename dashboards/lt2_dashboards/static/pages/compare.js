@@ -1,0 +1,86 @@
+// Several runs side by side: first what differs between them.
+
+import { poll, query } from "../api.js";
+import { figure, theme } from "../chart.js";
+import { curveControls, curveParams } from "../controls.js";
+import { fill, h, notice, status } from "../dom.js";
+import { number } from "../format.js";
+import { colour } from "../theme.js";
+import { params, setParams } from "../url.js";
+
+const LOWER_IS_BETTER = /loss|ppl|perplexity|_time|wait|bytes|memory/;
+const HIGHER_IS_BETTER = /acc|score|tokens_per_s|mfu|recall|f1|em$/;
+const TILES = ["loss", "grad_norm", "tokens_per_s"];
+
+export function comparePage(main) {
+  const messages = h("div");
+  const controls = curveControls();
+  const table = h("div", { class: "table-wrap", tabindex: "0" });
+  const same = h("details", { class: "same" });
+  const tiles = TILES.map((metric) => [metric, figure("curves", { small: true, group: "compare" })]);
+  const grid = h("section", { class: "tiles three", "aria-label": "Curves" }, tiles.map(([, tile]) => tile.element));
+  let body = null, asked = null, stop = () => {};
+  fill(main, h("header", { class: "page-head" }, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/" }, "Runs"), " / "), h("h1", {}, "What differs")),
+    messages, table, same, h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element), grid);
+
+  function update() {
+    const runs = params().runs ?? "";
+    if (runs !== asked) {
+      asked = runs;
+      body = null;
+      stop();
+      if (!runs) return show();
+      stop = poll(`/api/compare${query({ runs })}`, (found) => { body = found; show(); }, (error) => {
+        fill(messages, notice("error", "These runs cannot be compared", error.message, h("a", { href: "/" }, "All runs")));
+        grid.hidden = true;
+      });
+    }
+    drawTiles();
+  }
+
+  function show() {
+    const few = !body || body.runs.length < 2;
+    fill(messages, few ? notice("empty", "Select two or more runs", "Tick runs in the table of runs and press Compare.", h("a", { href: "/" }, "All runs")) : null);
+    grid.hidden = table.hidden = few;
+    if (few) return;
+    const drop = (run) => setParams({ runs: asked.split(",").filter((other) => other !== run).join(",") });
+    const head = h("tr", {}, h("td", {}), body.runs.map((run, index) => h("th", { scope: "col", style: { "--run": colour(theme(), index) }, class: "run-head" },
+      h("a", { href: `/runs/${run.run}` }, run.run), h("span", {}, status(run.status), h("button", { type: "button", class: "link", "aria-label": `Take ${run.run} out`, onclick: () => drop(run.run) }, "remove")))));
+    const group = (name, rows, make) => rows.length ? [h("tr", { class: "group" }, h("th", { colspan: body.runs.length + 1, scope: "colgroup" }, name)), rows.map(make)] : [];
+    const settings = group("Settings that differ", body.differs, ({ key, values }) => h("tr", {}, h("th", { scope: "row" }, key), values.map((value) =>
+      h("td", { class: value === null ? "faint" : "" }, value ?? "not set"))));
+    const numbers = ({ key, values }) => {
+      const best = bestOf(key, values);
+      return h("tr", {}, h("th", { scope: "row" }, key), values.map((value, index) => h("td", { class: `num${best === index ? " best" : ""}` }, number(value), delta(values, index))));
+    };
+    const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, "These runs have the same settings."));
+    fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, numbers), group("Last logged values", body.metrics, numbers))));
+    const keys = Object.keys(body.same);
+    same.hidden = !keys.length;
+    fill(same, h("summary", {}, `${keys.length} settings are the same`), h("dl", { class: "settings" }, keys.map((key) => [h("dt", {}, key), h("dd", {}, body.same[key])])));
+    drawTiles();
+  }
+
+  // The difference from the first run, which is the baseline.
+  function delta(values, index) {
+    if (index === 0 || typeof values[0] !== "number" || typeof values[index] !== "number" || values[0] === values[index] || values[0] === 0) return null;
+    const relative = (100 * (values[index] - values[0])) / Math.abs(values[0]);
+    return h("small", {}, `${relative > 0 ? "+" : "−"}${Math.abs(relative) < 0.1 ? Math.abs(relative).toPrecision(1) : Math.abs(relative).toFixed(1)} %`);
+  }
+
+  function bestOf(key, values) {
+    const sign = LOWER_IS_BETTER.test(key) ? -1 : HIGHER_IS_BETTER.test(key) ? 1 : 0;
+    const known = values.filter((value) => typeof value === "number");
+    if (!sign || known.length < 2 || new Set(known).size < 2) return -1;
+    return values.indexOf(sign > 0 ? Math.max(...known) : Math.min(...known));
+  }
+
+  function drawTiles() {
+    controls.sync();
+    if (!body || body.runs.length < 2) return;
+    for (const [metric, tile] of tiles) tile.load({ runs: body.runs.map((run) => run.run).join(","), metric, ...curveParams() });
+  }
+
+  update();
+  return { update, destroy() { stop(); for (const [, tile] of tiles) tile.destroy(); } };
+}

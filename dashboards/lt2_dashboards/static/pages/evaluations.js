@@ -1,0 +1,56 @@
+// Downstream accuracy of this store's runs and of the paper's models, and the hybrid ablations.
+
+import { poll, query } from "../api.js";
+import { figure, theme } from "../chart.js";
+import { fill, h, notice } from "../dom.js";
+import { colour } from "../theme.js";
+import { params, setParams } from "../url.js";
+
+const SIZES = ["1.3B", "0.6B"];
+
+export function evaluationsPage(main) {
+  const sizes = h("div", { class: "chips", role: "group", "aria-label": "Size of the paper's models" });
+  const chart = figure("downstream");
+  const table = h("div", { class: "table-wrap", tabindex: "0" });
+  const ratio = figure("hybrid", { small: true }), pattern = figure("hybrid", { small: true });
+  let stop = () => {}, asked = null, body = null;
+  fill(main, h("header", { class: "page-head" }, h("h1", {}, "Evaluations"), h("span", { class: "grow" }), h("span", { class: "faint" }, "beside the paper at"), sizes), h("div", { class: "medium" }, chart.element), table,
+    h("h2", {}, "Hybrid ablations"), h("section", { class: "tiles two" }, ratio.element, pattern.element));
+
+  function update() {
+    const { size = SIZES[0], runs } = params();
+    fill(sizes, SIZES.map((name) => h("button", { type: "button", class: "chip", "aria-pressed": String(name === size), onclick: () => setParams({ size: name === SIZES[0] ? "" : name }) }, name)));
+    const suffix = query({ size, runs });
+    if (suffix !== asked) {
+      asked = suffix;
+      stop();
+      stop = poll(`/api/figures/downstream${suffix}`, (found) => { body = found; draw(); chart.load({ size, runs }); }, (error) => fill(table, notice("error", "The evaluations cannot be shown", error.message)), { every: 5000 });
+    } else if (body) draw();
+    ratio.load({ by: "ratio" });
+    pattern.load({ by: "pattern" });
+  }
+
+  function draw() {
+    const { columns, rows } = body;
+    const sort = params().sort ?? "";
+    const index = columns.indexOf(sort.replace(/^-/, ""));
+    const sign = sort.startsWith("-") ? -1 : 1;
+    const place = new Map(rows.map((row, position) => [row[0] + row[1], position])); // colours follow the chart
+    const shown = index < 0 ? rows : [...rows].sort((a, b) => (a[index] === null) - (b[index] === null) || sign * (typeof a[index] === "number" ? a[index] - b[index] : String(a[index]).localeCompare(String(b[index]))));
+    const best = columns.map((name, column) => {
+      const known = rows.map((row) => row[column]).filter((value) => typeof value === "number");
+      return known.length < 2 ? undefined : name === "PPL" ? Math.min(...known) : Math.max(...known);
+    });
+    const header = (name, column) => h("th", { scope: "col", class: column > 1 ? "num" : "", "aria-sort": index === column ? (sign < 0 ? "descending" : "ascending") : undefined },
+      h("button", { type: "button", onclick: () => setParams({ sort: sort === `-${name}` ? name : `-${name}` }) }, name, h("span", { class: "arrow", "aria-hidden": "true" }, index === column ? (sign < 0 ? "↓" : "↑") : "")));
+    fill(table, h("table", { class: "runs scores" }, h("thead", {}, h("tr", {}, columns.map(header))), h("tbody", {}, shown.map((row) => {
+      const ours = row[1] !== "paper";
+      return h("tr", { class: ours ? "ours" : "paper", style: ours ? { "--run": colour(theme(), place.get(row[0] + row[1])) } : {} },
+        h("th", { scope: "row", class: "pick-name" }, ours ? h("a", { href: `/runs/${row[0]}` }, row[0]) : row[0]), h("td", { class: "faint" }, row[1]),
+        row.slice(2).map((value, at) => h("td", { class: `num${value !== null && value === best[at + 2] ? " best" : ""}` }, value === null ? "–" : value.toFixed(2))));
+    }))));
+  }
+
+  update();
+  return { update, destroy() { stop(); for (const item of [chart, ratio, pattern]) item.destroy(); } };
+}

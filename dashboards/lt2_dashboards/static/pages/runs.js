@@ -1,0 +1,228 @@
+// The front page: curves of the selected runs above the table of all runs.
+
+import { poll, query } from "../api.js";
+import { figure, theme } from "../chart.js";
+import { curveControls, curveParams } from "../controls.js";
+import { fill, h, notice, setText, status } from "../dom.js";
+import { ago, date, number, shortNames } from "../format.js";
+import { colour } from "../theme.js";
+import { go, params, setParams } from "../url.js";
+
+const TILES = ["loss", "grad_norm", "lr", "tokens_per_s", "step_time"];
+const STATUSES = ["running", "stalled", "finished", "failed"];
+const SHOWN_BY_ITSELF = 5; // runs drawn when none is selected
+const MAX_SELECTED = 20;
+const COLUMNS = 8; // differing settings shown before "columns" is used
+const METRICS = ["loss", "tokens_per_s"];
+const HEADLINE = /ppl|perplexity|average/;
+
+const metricName = (key) => (key === "tokens_per_s" ? "tokens/s" : key.split("/").slice(-2).join(" "));
+
+export function runsPage(main) {
+  const state = { body: null, focus: -1 };
+  const search = h("input", { type: "search", class: "search", placeholder: "Filter: words, lr>1e-3, layout.ratio=1:4, loss<3", "aria-label": "Filter runs", spellcheck: "false", autocomplete: "off" });
+  const chips = h("div", { class: "chips", role: "group", "aria-label": "Status" });
+  const controls = curveControls();
+  const columns = h("details", { class: "menu" });
+  const compare = h("a", { class: "button" }, "Compare");
+  const tiles = TILES.map((metric) => [metric, figure("curves", { small: true, group: "runs" })]);
+  const grid = h("section", { class: "tiles", "aria-label": "Curves of the selected runs" }, tiles.map(([, tile]) => tile.element));
+  const head = h("tr");
+  const bodyRows = h("tbody");
+  const table = h("div", { class: "table-wrap" }, h("table", { class: "runs" }, h("thead", {}, head), bodyRows));
+  const foot = h("div", { class: "foot" });
+  const messages = h("div");
+  const rows = new Map(); // run -> { tr, cells }
+  let stop = () => {}, typing;
+
+  fill(main,
+    h("div", { class: "toolbar" }, search, chips, h("span", { class: "grow" }), columns, controls.element, compare),
+    messages, grid, table, foot);
+  fill(messages, h("p", { class: "quiet-note loading" }, "Reading the results store…"));
+
+  search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => setParams({ q: search.value.trim(), page: "" }), 250); });
+  search.addEventListener("keydown", (event) => { if (event.key === "Escape") search.blur(); });
+
+  function selection() {
+    const given = params().sel;
+    if (given !== undefined) return given === "none" ? [] : given.split(",").slice(0, MAX_SELECTED);
+    return (state.body?.rows ?? []).slice(0, SHOWN_BY_ITSELF).map((row) => row.run);
+  }
+
+  function select(run) {
+    const now = selection();
+    const next = now.includes(run) ? now.filter((other) => other !== run) : [...now, run].slice(-MAX_SELECTED);
+    setParams({ sel: next.join(",") || "none" });
+  }
+
+  function ask() {
+    const { q, status: wanted, sort, page } = params();
+    if (document.activeElement !== search) search.value = q ?? "";
+    stop();
+    stop = poll(`/api/runs${query({ q, status: wanted, sort, page })}`, show, (error) => {
+      state.body = null;
+      fill(messages, notice("error", "The runs cannot be shown", error.message));
+      grid.hidden = table.hidden = true;
+    });
+  }
+
+  function show(body) {
+    state.body = body;
+    setText(document.getElementById("root"), body.root);
+    const none = body.total === 0;
+    grid.hidden = table.hidden = foot.hidden = none;
+    fill(messages, none ? emptyNote(body) : null, body.skipped.map((line) => notice("warn", line)));
+    draw();
+  }
+
+  function draw() {
+    if (!state.body) return;
+    controls.sync();
+    drawChips();
+    drawColumns();
+    drawTable();
+    drawTiles();
+    const selected = selection();
+    compare.setAttribute("href", `/compare?runs=${selected.join(",")}`);
+    setText(compare, `Compare ${selected.length}`);
+    compare.classList.toggle("off", selected.length < 2);
+  }
+
+  function drawChips() {
+    const wanted = (params().status ?? "").split(",").filter(Boolean);
+    const chip = (name, text, count, on, next) => h("button", { type: "button", class: "chip", "aria-pressed": String(on), onclick: () => setParams({ status: next, page: "" }) },
+      name ? status(name) : text, h("span", { class: "count" }, count.toLocaleString("en")));
+    const all = Object.values(state.body.counts).reduce((sum, count) => sum + count, 0);
+    const made = [chip("", "all", all, !wanted.length, "")];
+    for (const name of STATUSES) {
+      const count = state.body.counts[name] ?? 0;
+      const on = wanted.includes(name);
+      if (count || on) made.push(chip(name, name, count, on, (on ? wanted.filter((w) => w !== name) : [...wanted, name]).join(",")));
+    }
+    const focused = [...chips.children].indexOf(document.activeElement);
+    fill(chips, made);
+    if (focused >= 0) chips.children[focused]?.focus();
+  }
+
+  function shownColumns() {
+    const { cols } = params();
+    const { varying, metrics } = state.body;
+    if (cols !== undefined) return cols.split(",").filter((key) => varying.includes(key) || metrics.includes(key));
+    const evaluations = metrics.filter((metric) => metric.includes("/")).sort((a, b) => HEADLINE.test(b) - HEADLINE.test(a)).slice(0, 2);
+    return [...METRICS.filter((metric) => metrics.includes(metric)), ...evaluations, ...varying.slice(0, COLUMNS)];
+  }
+
+  function drawColumns() {
+    if (columns.open && columns.contains(document.activeElement)) return;
+    const shown = shownColumns();
+    const toggle = (key) => setParams({ cols: (shown.includes(key) ? shown.filter((other) => other !== key) : [...shown, key]).join(",") || "none" });
+    const group = (name, keys) => keys.length ? h("fieldset", {}, h("legend", {}, name), keys.map((key) =>
+      h("label", {}, h("input", { type: "checkbox", checked: shown.includes(key), onchange: () => toggle(key) }), key))) : null;
+    fill(columns, h("summary", {}, "Columns"), h("div", { class: "sheet" },
+      group("Results", state.body.metrics), group("Settings that differ", state.body.varying),
+      h("button", { type: "button", class: "link", onclick: () => setParams({ cols: "" }) }, "Default columns")));
+  }
+
+  function drawTable() {
+    const { varying, rows: found } = state.body;
+    const keys = shownColumns();
+    const names = shortNames(keys.filter((key) => varying.includes(key)));
+    const sort = params().sort ?? "-created";
+    const header = (key, text, kind, title) => {
+      const active = sort.replace(/^-/, "") === key;
+      const down = sort.startsWith("-");
+      const next = active ? (down ? key : `-${key}`) : kind === "num" ? key : `-${key}`;
+      return h("th", { scope: "col", class: kind, "aria-sort": active ? (down ? "descending" : "ascending") : undefined },
+        h("button", { type: "button", title: title ?? key, onclick: () => setParams({ sort: next, page: "" }) }, text, h("span", { class: "arrow", "aria-hidden": "true" }, active ? (down ? "↓" : "↑") : "")));
+    };
+    const focusedHeader = [...head.querySelectorAll("button")].indexOf(document.activeElement);
+    fill(head, h("th", { class: "pick" }, h("span", { class: "hidden" }, "Selected")), header("run", "run"), header("status", "status"), header("step", "progress", "num"),
+      keys.map((key) => header(key, names.get(key) ?? metricName(key), varying.includes(key) ? "" : "num")), header("created", "started", "num"));
+    if (focusedHeader >= 0) head.querySelectorAll("button")[focusedHeader]?.focus();
+    const selected = selection();
+    const layout = keys.join("\n");
+    for (const [run, row] of rows) if (row.layout !== layout || !found.some((other) => other.run === run)) { row.tr.remove(); rows.delete(run); }
+    found.forEach((row, index) => {
+      let line = rows.get(row.run);
+      if (!line) rows.set(row.run, (line = makeRow(row, keys, layout)));
+      if (bodyRows.children[index] !== line.tr) bodyRows.insertBefore(line.tr, bodyRows.children[index] ?? null);
+      updateRow(line, row, keys, selected.indexOf(row.run));
+    });
+    drawFoot();
+  }
+
+  function makeRow(row, keys, layout) {
+    const box = h("input", { type: "checkbox", "aria-label": `Draw ${row.run}`, onchange: () => select(row.run) });
+    const badge = h("td", {});
+    const bar = h("span", { class: "progress" }, h("i"));
+    const step = h("span");
+    const cells = keys.map((key) => h("td", { class: state.body.varying.includes(key) ? "setting" : "num" }));
+    const age = h("td", { class: "num faint" });
+    const tr = h("tr", { dataset: { run: row.run } }, h("td", { class: "pick" }, box), h("th", { scope: "row" }, h("a", { href: `/runs/${row.run}` }, row.run)), badge,
+      h("td", { class: "num" }, step, bar), cells, age);
+    return { tr, box, badge, bar, step, cells, age, layout };
+  }
+
+  function updateRow(line, row, keys, position) {
+    line.box.checked = position >= 0;
+    line.tr.classList.toggle("selected", position >= 0);
+    if (position >= 0) line.tr.style.setProperty("--run", colour(theme(), position));
+    else line.tr.style.removeProperty("--run");
+    if (line.badge.dataset.state !== row.status) { fill(line.badge, status(row.status)); line.badge.dataset.state = row.status; }
+    setText(line.step, row.total ? `${number(row.step)} / ${number(row.total)}` : number(row.step));
+    line.bar.hidden = !row.total || !["running", "stalled"].includes(row.status);
+    line.bar.firstChild.style.setProperty("width", `${Math.min(100, (100 * (row.step + 1)) / (row.total || 1))}%`);
+    keys.forEach((key, index) => setText(line.cells[index], state.body.varying.includes(key) ? row.config[key] ?? "–" : number(row.numbers[key])));
+    keys.forEach((key, index) => { line.cells[index].title = row.config[key] ?? ""; });
+    setText(line.age, ago(row.created));
+    line.age.title = date(row.created);
+  }
+
+  function drawFoot() {
+    const { total, all, page, page_size: size, rows: found } = state.body;
+    const from = (page - 1) * size;
+    const turn = (to, text, off) => h("button", { type: "button", disabled: off, onclick: () => setParams({ page: to > 1 ? to : "" }, { replace: false }) }, text);
+    fill(foot, h("span", {}, total ? `${(from + 1).toLocaleString("en")}–${(from + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "", total < all ? `, filtered from ${all.toLocaleString("en")}` : ""),
+      total > size ? [turn(page - 1, "Previous", page <= 1), turn(page + 1, "Next", from + found.length >= total)] : null,
+      h("span", { class: "grow" }),
+      params().sel !== undefined ? h("button", { type: "button", class: "link", onclick: () => setParams({ sel: "" }) }, `Draw the first ${SHOWN_BY_ITSELF}`) : null,
+      selection().length ? h("button", { type: "button", class: "link", onclick: () => setParams({ sel: "none" }) }, "Select none") : null);
+  }
+
+  function drawTiles() {
+    const runs = selection();
+    const missing = !runs.length;
+    grid.classList.toggle("idle", missing);
+    if (missing) return;
+    for (const [metric, tile] of tiles) tile.load({ runs: runs.join(","), metric, ...curveParams() });
+  }
+
+  function emptyNote(body) {
+    if (body.all === 0) {
+      return notice("empty", "No runs yet", `Nothing has been logged under ${body.root}.`, "Start one with:  lt2 run quickstart", "It appears here within seconds; this page keeps looking.");
+    }
+    return h("div", { class: "notice empty" }, h("strong", {}, "No run matches"), h("p", {}, `${body.all.toLocaleString("en")} runs are in the store.`),
+      h("button", { type: "button", onclick: () => { search.value = ""; setParams({ q: "", status: "", page: "" }); } }, "Clear the filter"));
+  }
+
+  function key(pressed) {
+    const lines = [...bodyRows.children];
+    const at = lines.findIndex((line) => line.contains(document.activeElement));
+    const moveTo = (index) => lines[Math.max(0, Math.min(lines.length - 1, index))]?.querySelector("th a").focus();
+    if (pressed === "/") return search.focus(), search.select(), true;
+    if (pressed === "j" || pressed === "k") return moveTo(at + (pressed === "j" ? 1 : -1)), true;
+    if (pressed === "x" && at >= 0) return select(lines[at].dataset.run), true;
+    if (pressed === "c" && selection().length > 1) return go(`/compare?runs=${selection().join(",")}`), true;
+    return false;
+  }
+
+  let asked;
+  function update() {
+    const { q, status: wanted, sort, page } = params();
+    const now = JSON.stringify([q, wanted, sort, page]);
+    if (now !== asked) { asked = now; ask(); }
+    draw();
+  }
+  update();
+  return { update, key, destroy() { stop(); clearTimeout(typing); for (const [, tile] of tiles) tile.destroy(); } };
+}

@@ -1,0 +1,34 @@
+// Settings that vary against one result, over all runs that match a filter.
+
+import { get, query } from "../api.js";
+import { figure, numbers } from "../chart.js";
+import { fill, h } from "../dom.js";
+import { params, setParams } from "../url.js";
+
+export function sweepsPage(main) {
+  const search = h("input", { type: "search", class: "search", placeholder: "Filter: words, lr>1e-3, layout.type=hybrid", "aria-label": "Filter runs", spellcheck: "false" });
+  const metric = h("select", { "aria-label": "Result", onchange: () => setParams({ metric: metric.value }) });
+  const chart = figure("sweep", { onBody: (body) => fill(table, numbers(sorted(body))) });
+  const table = h("div", { class: "table-wrap", tabindex: "0" });
+  let typing, known = [];
+  fill(main, h("header", { class: "page-head" }, h("h1", {}, "Sweeps")), h("div", { class: "toolbar" }, search, h("label", { class: "controls" }, "result ", metric)), h("div", { class: "medium" }, chart.element), table);
+  search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => setParams({ q: search.value.trim() }), 250); });
+  const timer = setInterval(() => { if (!document.hidden) chart.reload(); }, 5000);
+
+  const sorted = ({ columns, rows }) => ({ columns, rows: [...rows].sort((a, b) => a.at(-1) - b.at(-1)) });
+
+  function drawMetrics() {
+    const chosen = params().metric ?? "loss";
+    fill(metric, [...new Set([chosen, ...known])].map((name) => h("option", { value: name, selected: name === chosen }, name)));
+  }
+
+  function update() {
+    const { q, metric: chosen } = params();
+    if (document.activeElement !== search) search.value = q ?? "";
+    drawMetrics();
+    get(`/api/runs${query({ q })}`).then(({ body }) => { known = body.metrics; drawMetrics(); }, () => {});
+    chart.load({ q, metric: chosen });
+  }
+  update();
+  return { update, destroy() { clearInterval(timer); clearTimeout(typing); chart.destroy(); } };
+}

@@ -1,0 +1,147 @@
+// Workflows: the list, the graph of one with the states of its steps, and a step's attempts and log.
+
+import { poll } from "../api.js";
+import { facts, fill, h, notice, setText, status, svg } from "../dom.js";
+import { ago, date, duration, number } from "../format.js";
+import { params, setParams } from "../url.js";
+
+const NODE = { width: 196, height: 54, gapX: 56, gapY: 16 };
+
+export function workflowsPage(main) {
+  const list = h("div", {}, h("p", { class: "quiet-note loading" }, "Reading workflows…"));
+  fill(main, h("header", { class: "page-head" }, h("h1", {}, "Workflows")), list);
+  const stop = poll("/api/workflows", ({ workflows }) => fill(list, workflows.length ? table(workflows) : notice("empty", "No workflows yet", "A workflow appears here as soon as it starts:", "lt2 run quickstart")),
+    (error) => fill(list, notice("error", "The workflows cannot be shown", error.message)));
+  return { destroy: stop };
+}
+
+const table = (workflows) => h("div", { class: "table-wrap" }, h("table", { class: "numbers" },
+  h("thead", {}, h("tr", {}, ["workflow", "state", "steps", "last activity"].map((name) => h("th", { scope: "col" }, name)))),
+  h("tbody", {}, workflows.map((workflow) => h("tr", {},
+    h("th", { scope: "row" }, h("a", { href: `/workflows/${workflow.id}` }, workflow.id)),
+    h("td", {}, status(workflow.state)),
+    h("td", {}, h("span", { class: "beads", title: workflow.states.join(", ") }, workflow.states.map((state) => h("i", { class: `bead ${state}` }))), ` ${workflow.states.filter((state) => state === "done").length} of ${workflow.states.length} done`),
+    h("td", { class: "faint" }, workflow.states.includes("running") ? "now" : workflow.updated ? ago(workflow.updated) : "not started"))))));
+
+export function workflowPage(main, id, stepId) {
+  const header = h("header", { class: "page-head" });
+  const messages = h("div");
+  const graph = h("div", { class: "graph", tabindex: "0", "aria-label": "Steps" });
+  const panel = h("div");
+  let stopStep = () => {}, shown = null, chosen = stepId, body = null;
+  fill(main, header, messages, graph, panel);
+  document.title = `${id === "-" ? stepId : id} · LT2`;
+  const stop = id === "-" ? () => {} : poll(`/api/workflows/${encodeURIComponent(id)}`, (found) => { body = found; show(); }, (error) => {
+    fill(header, h("h1", {}, id));
+    fill(messages, notice("error", "This workflow cannot be shown", error.message, h("a", { href: "/workflows" }, "All workflows")));
+    graph.hidden = true;
+  });
+  if (id === "-") {
+    graph.hidden = true;
+    fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, stepId));
+  }
+
+  function show() {
+    const done = body.steps.filter((step) => step.state === "done").length;
+    const busy = body.steps.filter((step) => step.started).map((step) => [step.started, step.ended ?? Date.now() / 1000]);
+    fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, body.id), status(body.state),
+      facts([["steps", `${done} of ${body.steps.length} done`], ["started", busy.length ? date(Math.min(...busy.map(([from]) => from))) : null], ["time in steps", busy.length ? duration(busy.reduce((sum, [from, to]) => sum + to - from, 0)) : null]]));
+    drawGraph(graph, body, chosen);
+    if (!chosen) {
+      const first = body.steps.find((step) => ["failed", "running", "lost", "interrupted"].includes(step.state)) ?? body.steps.at(-1);
+      if (first) showStep(first.id);
+    }
+  }
+
+  function showStep(step) {
+    if (shown === step) return;
+    shown = step;
+    stopStep();
+    stopStep = stepPanel(panel, step);
+    if (body) drawGraph(graph, body, step);
+  }
+
+  function update(_, next) {
+    chosen = next;
+    if (next) showStep(next);
+    panel.refresh?.();
+  }
+
+  if (chosen) showStep(chosen);
+  return { update, destroy() { stop(); stopStep(); } };
+}
+
+function drawGraph(parent, { id, steps }, chosen) {
+  const columns = new Map();
+  for (const step of steps) columns.set(step.level, [...(columns.get(step.level) ?? []), step]);
+  const tallest = Math.max(...[...columns.values()].map((column) => column.length), 1);
+  const place = new Map();
+  for (const [level, column] of columns) {
+    const top = ((tallest - column.length) * (NODE.height + NODE.gapY)) / 2;
+    column.forEach((step, row) => place.set(step.name, [level * (NODE.width + NODE.gapX), top + row * (NODE.height + NODE.gapY)]));
+  }
+  const width = columns.size * (NODE.width + NODE.gapX) - NODE.gapX;
+  const height = tallest * (NODE.height + NODE.gapY) - NODE.gapY;
+  const edges = steps.flatMap((step) => step.needs.filter((need) => place.has(need)).map((need) => {
+    const [fromX, fromY] = place.get(need), [toX, toY] = place.get(step.name);
+    const x = fromX + NODE.width, y = fromY + NODE.height / 2, end = toY + NODE.height / 2, bend = NODE.gapX / 2;
+    const lit = steps.find((other) => other.name === need).state === "done";
+    return svg("path", { d: `M${x} ${y}C${x + bend} ${y} ${toX - bend} ${end} ${toX - 6} ${end}`, class: lit ? "edge lit" : "edge", "marker-end": "url(#arrow)" });
+  }));
+  const arrow = svg("defs", {}, svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 2, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 .8 6 4 0 7.2z", class: "tip" })));
+  const focused = document.activeElement?.dataset?.step;
+  const board = h("div", { class: "board", style: { width: `${width}px`, height: `${height}px` } },
+    svg("svg", { width, height, "aria-hidden": "true" }, arrow, edges),
+    steps.map((step) => {
+      const [left, top] = place.get(step.name);
+      const time = step.started ? duration((step.ended ?? Date.now() / 1000) - step.started) : "";
+      return h("a", { class: `node ${step.state}`, href: `/workflows/${id}/steps/${step.id}`, "aria-current": step.id === chosen ? "true" : undefined, dataset: { step: step.id }, title: step.error ?? step.id,
+        style: { left: `${left}px`, top: `${top}px`, width: `${NODE.width}px`, height: `${NODE.height}px` } },
+      h("strong", {}, step.name), h("span", {}, status(step.state), h("small", {}, [time, step.attempt > 1 ? `#${step.attempt}` : ""].filter(Boolean).join(" · "))));
+    }));
+  fill(parent, board);
+  if (focused) parent.querySelector(`[data-step="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+}
+
+function stepPanel(parent, id) {
+  const head = h("div");
+  const attempts = h("div", { class: "chips", role: "group", "aria-label": "Attempts" });
+  const log = h("pre", { class: "log", tabindex: "0", "aria-label": "Log" });
+  const cut = h("p", { class: "quiet-note" });
+  const side = h("div", { class: "panels" });
+  let body = null, reading = null, stopLog = () => {};
+  fill(parent, h("section", { class: "panel" }, head, attempts, cut, log), side);
+  const stop = poll(`/api/steps/${encodeURIComponent(id)}`, (found) => { body = found; show(); }, (error) => fill(parent, notice("error", "This step cannot be shown", error.message)));
+
+  function show() {
+    const number_ = Number(params().attempt) || body.attempts[0]?.attempt;
+    const attempt = body.attempts.find((other) => other.attempt === number_);
+    const time = attempt?.started ? duration((attempt.ended ?? Date.now() / 1000) - attempt.started) : null;
+    fill(head, h("h2", {}, id), attempt?.error ? notice("error", attempt.error) : null,
+      attempt ? facts([["state", status(attempt.state)], ["time", time], ["started", date(attempt.started)], ["host", attempt.host], ["code", attempt.provenance?.git?.slice?.(0, 12)],
+        ["run", body.has_run ? h("a", { href: `/runs/${id}` }, "curves") : null]]) : h("p", { class: "quiet-note" }, "No attempt yet: this step waits for the ones it needs."));
+    fill(attempts, body.attempts.length > 1 ? body.attempts.map((other) => h("button", { type: "button", class: "chip", "aria-pressed": String(other.attempt === number_), onclick: () => setParams({ attempt: other.attempt }) }, `attempt ${other.attempt}`, status(other.state))) : null);
+    log.hidden = !attempt;
+    if (attempt && reading !== number_) {
+      reading = number_;
+      stopLog();
+      log.textContent = "";
+      stopLog = poll(`/api/steps/${encodeURIComponent(id)}/attempts/${number_}/log`, showLog, (error) => { log.textContent = error.message; }, { every: 1500 });
+    }
+    const list = (name, values) => Object.keys(values).length ? h("section", { class: "panel" }, h("h2", {}, name), h("dl", { class: "settings" }, Object.entries(values).map(([key, value]) => [h("dt", {}, key), h("dd", {}, value)]))) : null;
+    fill(side, list("Result", body.result), list("Settings", body.config));
+  }
+
+  function showLog({ text, cut: missing }) {
+    const following = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    setText(log, text === null ? "This attempt has no log yet." : plain(text) || "The log is empty so far.");
+    setText(cut, missing ? `The first ${number(missing)} bytes are not shown; the whole log is in the storage.` : "");
+    if (following) log.scrollTop = log.scrollHeight;
+  }
+
+  parent.refresh = () => body && show();
+  return () => { stop(); stopLog(); };
+}
+
+// Terminal colours are dropped, and of a line that was redrawn only the last state is kept.
+const plain = (text) => text.replace(/\x1b\[[0-9;?]*[A-Za-z]/g, "").split("\n").map((line) => line.replace(/\r+$/, "").split("\r").at(-1)).join("\n").trimEnd();

@@ -1,0 +1,142 @@
+// Colours and defaults of every chart. Also copied into exported files, so it must not import anything.
+
+export const LIGHT = {
+  text: "#3b4250", faint: "#7a8394", line: "#e6e9ee", axis: "#c9ced8", panel: "#ffffff", border: "#dde1e8", paper: "#8a93a5",
+  palette: ["#2f6bd8", "#d9622b", "#1a9470", "#a8479c", "#b8860b", "#5b55c8", "#c2334d", "#13848f", "#7a5c3e", "#5f6b7d"],
+};
+export const DARK = {
+  text: "#c6ccd8", faint: "#8791a3", line: "#252b36", axis: "#3a4250", panel: "#171b22", border: "#2c333f", paper: "#79839a",
+  palette: ["#6ea3ff", "#f0915f", "#4cc79e", "#d68acb", "#dcb04a", "#9d98f5", "#f07a8f", "#4fc3cf", "#b99873", "#9aa6b8"],
+};
+
+export const colour = (theme, index) => theme.palette[index % theme.palette.length];
+
+export function compact(value) {
+  if (typeof value !== "number" || !Number.isFinite(value)) return value === null || value === undefined ? "" : String(value);
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1e12 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+  for (const [unit, name] of [[1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
+    if (size >= unit) return trim(value / (name === "k" ? 1e3 : unit)) + name;
+  }
+  return trim(value);
+}
+
+const trim = (value) => String(Number(value.toPrecision(4)));
+
+// A figure's option with this theme: what Python leaves out (colours, fonts, grids) is filled in here.
+export function themed(option, theme, { small = false } = {}) {
+  const { empty: _, ...rest } = structuredClone(option);
+  const size = small ? 11 : 12;
+  const axis = (given, vertical) => ({
+    nameLocation: "middle",
+    nameGap: vertical ? 44 : 26,
+    nameTextStyle: { color: theme.faint, fontSize: size },
+    axisLine: { show: !vertical, lineStyle: { color: theme.axis } },
+    axisTick: { show: false },
+    splitNumber: small ? 4 : 6,
+    splitLine: { show: vertical || given.type === "value", lineStyle: { color: theme.line } },
+    ...given,
+    ...(given.splitLine ? { splitLine: { lineStyle: { color: theme.line }, ...given.splitLine } } : {}),
+    ...(small && !vertical ? { name: undefined } : {}),
+    axisLabel: {
+      color: theme.faint, fontSize: size, hideOverlap: true,
+      ...(given.type === "category" ? {} : { formatter: compact, ...(vertical ? {} : { showMaxLabel: false }) }),
+      ...given.axisLabel,
+    },
+  });
+  const each = (value, vertical) => (value === undefined ? undefined : [].concat(value).map((given) => axis(given, vertical)));
+  const result = {
+    animation: false,
+    textStyle: { fontFamily: "Inter, system-ui, sans-serif", color: theme.text },
+    grid: { left: small ? 6 : 16, right: small ? 12 : 24, top: small ? 10 : 24, bottom: small ? 4 : 34, containLabel: true },
+    ...rest,
+    xAxis: each(rest.xAxis, false),
+    yAxis: each(rest.yAxis, true),
+    tooltip: {
+      backgroundColor: theme.panel, borderColor: theme.border, borderWidth: 1, padding: [8, 10], confine: true,
+      textStyle: { color: theme.text, fontSize: 12 }, extraCssText: "box-shadow: 0 4px 16px rgba(0,0,0,.18)",
+      axisPointer: { type: "line", lineStyle: { color: theme.faint, type: "dashed" } },
+      formatter: (items) => tooltip([].concat(items), theme),
+      ...rest.tooltip,
+    },
+    series: (rest.series ?? []).map((series) => styled(series, theme, small)),
+  };
+  const names = [...new Set(result.series.map((series) => series.name).filter(Boolean))];
+  if (rest.legend || (!small && names.length > 1)) {
+    result.legend = {
+      type: "scroll", top: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 4, data: names, ...rest.legend,
+      textStyle: { color: theme.text, fontSize: 12 }, pageTextStyle: { color: theme.faint },
+      pageIconColor: theme.text, pageIconInactiveColor: theme.axis, inactiveColor: theme.axis,
+    };
+    result.grid = { ...result.grid, top: 40 };
+  }
+  if (rest.parallel) {
+    result.parallelAxis = rest.parallelAxis.map((given) => ({
+      nameTextStyle: { color: theme.text, fontSize: 12 }, axisLine: { lineStyle: { color: theme.axis } },
+      axisTick: { lineStyle: { color: theme.axis } }, ...given,
+      z: 20, axisLabel: { color: theme.text, fontSize: 11, backgroundColor: theme.panel, padding: [1, 3], borderRadius: 2, ...(given.type === "value" ? { formatter: compact } : {}) },
+    }));
+  }
+  if (rest.visualMap) result.visualMap = { textStyle: { color: theme.faint }, formatter: compact, ...rest.visualMap };
+  for (const key of ["xAxis", "yAxis"]) if (result[key] === undefined) delete result[key];
+  if (rest.parallel || rest.xAxis === undefined) delete result.grid;
+  return result;
+}
+
+function styled(series, theme, small) {
+  const { colorIndex, band, paper, ...rest } = series;
+  const tint = paper ? theme.paper : colorIndex === undefined ? undefined : colour(theme, colorIndex);
+  const own = tint ? { color: tint, itemStyle: { color: tint, ...rest.itemStyle } } : {};
+  if (rest.type === "line") {
+    const line = { width: band ? 0 : small ? 1.4 : 1.7, ...(tint ? { color: tint } : {}), ...rest.lineStyle };
+    const area = rest.areaStyle ? { areaStyle: { ...(tint ? { color: tint } : {}), ...rest.areaStyle } } : {};
+    return {
+      showSymbol: false, symbolSize: 5, sampling: undefined, ...rest, ...own, ...area, lineStyle: line,
+      ...(band ? { silent: true, symbol: "none", tooltip: { show: false }, z: 1 } : { z: 3 }),
+      emphasis: { disabled: true },
+    };
+  }
+  const label = rest.label ? { label: { color: theme.text, ...rest.label } } : {};
+  return { ...rest, ...own, ...label };
+}
+
+// Built from nodes, never from markup: names of runs are text from other people.
+function tooltip(items, theme) {
+  const box = document.createElement("div");
+  const shown = items.filter((item) => item.value !== undefined && !isBand(item));
+  if (!shown.length) return box;
+  const head = document.createElement("div");
+  head.style.cssText = `color:${theme.faint};margin-bottom:4px`;
+  const first = shown[0];
+  head.textContent = first.data?.name ?? first.axisValueLabel ?? "";
+  if (first.axisValue !== undefined && typeof first.axisValue === "number") {
+    head.textContent = `${first.axisDim === "x" ? "at " : ""}${first.axisValue.toLocaleString("en", { maximumFractionDigits: 4 })}`;
+  }
+  if (head.textContent) box.append(head);
+  const value = (item) => item.data?.shown ?? (!Array.isArray(item.value) ? item.value : item.seriesType === "parallel" ? item.value.at(-1) : item.value[1]);
+  const sorted = shown.length > 6 ? [...shown].sort((a, b) => value(b) - value(a)).slice(0, 14) : shown;
+  for (const item of sorted) {
+    const row = document.createElement("div");
+    row.style.cssText = "display:flex;gap:8px;align-items:center;line-height:1.5";
+    const dot = document.createElement("span");
+    dot.style.cssText = `width:8px;height:8px;border-radius:2px;background:${item.color}`;
+    const name = document.createElement("span");
+    name.style.cssText = "flex:1;max-width:260px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap";
+    name.textContent = item.seriesName;
+    const number = document.createElement("b");
+    number.style.cssText = "font-variant-numeric:tabular-nums;font-weight:600";
+    number.textContent = compact(value(item));
+    row.append(dot, name, number);
+    box.append(row);
+    if (item.data?.detail) {
+      const detail = document.createElement("div");
+      detail.style.cssText = `color:${theme.faint}`;
+      detail.textContent = item.data.detail;
+      box.append(detail);
+    }
+  }
+  return box;
+}
+
+const isBand = (item) => item.data?.band === true || item.seriesId?.startsWith("band ");
