@@ -8,6 +8,7 @@ their values.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,16 +23,21 @@ from lt2.parallel import wrap_blocks
 
 
 def random_model(config: ModelConfig, *, compile: bool) -> LoopedLM:
-    """bf16 weights of a sensible scale drawn on the device; quality does not matter for a throughput figure."""
+    """A bf16 model for inference; see `random_weights`."""
+    model = random_weights(config, torch.bfloat16).requires_grad_(False).eval()
+    if compile:
+        wrap_blocks(model, compile=True)
+    return model
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype) -> LoopedLM:
+    """Weights of a sensible scale drawn on the device in seconds; a throughput figure does not depend on their values."""
     with torch.device("meta"):
-        model = LoopedLM(config).to(torch.bfloat16)
+        model = LoopedLM(config).to(dtype)
     model = model.to_empty(device=device())
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else p.fill_(0.0 if "log" in name or "bias" in name else 1.0)
-    model.requires_grad_(False).eval()
-    if compile:
-        wrap_blocks(model, compile=True)
     return model
 
 
@@ -47,13 +53,12 @@ def bytes_per_step(model: LoopedLM, batch: int, context: int) -> float:
     return weights + batch * caches
 
 
-def part(dry_run: bool, only: set[str] | None, deadline: float = 130.0) -> list[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, deadline: float = 130.0) -> Iterator[dict[str, Any]]:
     size, n_layers = ("tiny", 5) if dry_run else ("1.3b", 20)
     contexts = (16, 64) if dry_run else (1024, 8192, 32768)
     limit = ceilings(dry_run)["copy_bandwidth"]
     started = time.perf_counter()
-    rows: list[dict[str, Any]] = []
-    for name in ("full+gdn", "gdn", "full", "gdn+dsa"):
+    for name in ("full+gdn", "full", "gdn", "gdn+dsa"):
         if only is not None and name not in only:
             continue
         config = model_config(name, size, n_layers=n_layers)
@@ -62,18 +67,12 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 130.0) -> list[
             for context in contexts:
                 row = {"part": "decode", "model": name, "batch": batch, "context": context}
                 if time.perf_counter() - started > deadline:
-                    rows.append({**row, "skipped": "time"})
+                    yield {**row, "skipped": "time"}
                     continue
-                rows.append({**row, **one(model, batch, context, limit, 8 if dry_run else 32)})
+                yield {**row, **one(model, batch, context, limit, 8 if dry_run else 32)}
         del model
         if device().type == "cuda":
             torch.cuda.empty_cache()
-    base = {(r["batch"], r["context"]): r.get("tokens_per_s") for r in rows if r["model"] == "full"}
-    for row in rows:
-        reference = base.get((row["batch"], row["context"]))
-        if reference and row.get("tokens_per_s"):
-            row["speedup_over_full"] = row["tokens_per_s"] / reference
-    return rows
 
 
 @torch.inference_mode()

@@ -43,19 +43,18 @@ def held_out_loss(model: torch.nn.Module, data: torch.Tensor, length: int, batch
     return total / count
 
 
-def part(dry_run: bool, only: set[str] | None, deadline: float = 110.0) -> list[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, deadline: float = 110.0) -> Iterator[dict[str, Any]]:
     data = corpus()
     split = int(len(data) * 0.95)
     length, batch, steps = (32, 2, 3) if dry_run else (512, 32, 300)
     started = time.perf_counter()
-    rows: list[dict[str, Any]] = []
     for name in ("full+gdn", "full", "gdn"):
         if only is not None and name not in only:
             continue
         for n_loops in (4, 1):
             row: dict[str, Any] = {"part": "learning", "model": name, "n_loops": n_loops, "steps": steps, "length": length}
             if time.perf_counter() - started > deadline:
-                rows.append({**row, "skipped": "time"})
+                yield {**row, "skipped": "time"}
                 continue
             base = model_config(name, "tiny", n_layers=5, n_loops=n_loops)
             config = ModelConfig(**base.model_dump() | {"vocab_size": 256, "dim": 64 if dry_run else 512})
@@ -69,5 +68,4 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 110.0) -> list[
             )  # fmt: skip
             row["train_seconds"] = time.perf_counter() - begin
             row["held_out_loss"] = held_out_loss(model, data[split:], length, 2 if dry_run else 20)
-            rows.append(row)
-    return rows
+            yield row

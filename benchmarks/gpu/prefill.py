@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,10 @@ from benchmarks.gpu.models import model_config
 from lt2.model import LoopedLM
 
 
-def part(dry_run: bool, only: set[str] | None, deadline: float = 80.0) -> list[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, deadline: float = 80.0) -> Iterator[dict[str, Any]]:
     size, n_layers = ("tiny", 5) if dry_run else ("1.3b", 20)
     cells = [(1, 16), (2, 32)] if dry_run else [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (8, 32768)]
     started = time.perf_counter()
-    rows: list[dict[str, Any]] = []
     for name in ("full+gdn", "full", "gdn", "gdn+dsa"):
         if only is not None and name not in only:
             continue
@@ -25,13 +25,12 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 80.0) -> list[d
         for batch, context in cells:
             row = {"part": "prefill", "model": name, "batch": batch, "context": context}
             if time.perf_counter() - started > deadline:
-                rows.append({**row, "skipped": "time"})
+                yield {**row, "skipped": "time"}
                 continue
-            rows.append({**row, **one(model, batch, context)})
+            yield {**row, **one(model, batch, context)}
         del model
         if device().type == "cuda":
             torch.cuda.empty_cache()
-    return rows
 
 
 @torch.inference_mode()

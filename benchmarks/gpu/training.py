@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.decode import random_weights
 from benchmarks.gpu.device import ceilings, device
 from benchmarks.gpu.models import LAYOUTS, model_config
 from lt2.accounting import parameters, training_flops
 from lt2.config import ModelConfig
 from lt2.layout import layout
 from lt2.loss import next_token_objective
-from lt2.model import build
 from lt2.optim import adamw, warmup_cosine
 from lt2.parallel import shard, wrap_blocks
 from lt2.training import Batch, TrainConfig, TrainState, train
@@ -55,7 +55,7 @@ def random_batches(vocab_size: int, batch: int, length: int) -> Iterator[Batch]:
 
 
 def ours(config: ModelConfig, batch: int, length: int, *, recompute: bool, compile: bool, steps: int) -> dict[str, Any]:
-    model = build(config, device=device())
+    model = random_weights(config, torch.float32)
     wrap_blocks(model, activation_checkpoint=recompute, compile=compile)
     sharding = None
     if device().type == "cuda":  # one rank: parameters are cast to bf16 once per step, as in a real run
@@ -105,13 +105,12 @@ def fresh() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def part(dry_run: bool, only: set[str] | None, deadline: float = 170.0) -> list[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, deadline: float = 170.0) -> Iterator[dict[str, Any]]:
     if device().type == "cuda" and not dist.is_initialized():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
         dist.init_process_group("nccl", rank=0, world_size=1)
     limit = ceilings(dry_run)["matmul_flops"]
     started = time.perf_counter()
-    rows: list[dict[str, Any]] = []
     for name, size, batch, recompute, compile in CASES:
         if only is not None and name not in only:
             continue
@@ -123,7 +122,7 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 170.0) -> list[
             "parameters": parameters(config).total, "layout": LAYOUTS[name]["type"],
         }  # fmt: skip
         if time.perf_counter() - started > deadline:
-            rows.append({**row, "skipped": "time"})
+            yield {**row, "skipped": "time"}
             continue
         fresh()
         try:
@@ -144,5 +143,4 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 170.0) -> list[
                     row["ratio"] = row["tokens_per_s"] / theirs["tokens_per_s"]
             except Exception as error:
                 row["peer_failure"] = f"{type(error).__name__}: {error}"[:600]
-        rows.append(row)
-    return rows
+        yield row

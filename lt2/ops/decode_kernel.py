@@ -31,6 +31,7 @@ def _partial(
     length = tl.load(length_ptr + row).to(tl.int32)
     start = split * chunk
     stop = tl.minimum(start + chunk, length)
+    scale = tl.cast(scale, tl.float32) * LOG2E  # a float argument arrives as fp64 from a compiled caller
     r, e, v = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_V)
     q_mask = (r[:, None] < R) & (e[None, :] < E)
     q = tl.load(q_ptr + (pair * R + r[:, None]) * E + e[None, :], mask=q_mask, other=0.0)
@@ -48,7 +49,7 @@ def _partial(
             score = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :]
         else:
             score = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
-        score = tl.where(seen[None, :], score * (scale * LOG2E), -1.0e30)
+        score = tl.where(seen[None, :], score * scale, -1.0e30)
         new_high = tl.maximum(high, tl.max(score, 1))
         p = tl.exp2(score - new_high[:, None])
         p = tl.where(seen[None, :], p, 0.0)

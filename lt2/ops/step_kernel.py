@@ -34,7 +34,7 @@ def _step(
     if DELTA:
         u = (u - tl.sum(state * k[:, None], 0)) * tl.load(beta_ptr + head).to(tl.float32)
     state += k[:, None] * u[None, :]
-    q = tl.load(q_ptr + head * K + i, mask=i < K, other=0.0).to(tl.float32) * scale
+    q = tl.load(q_ptr + head * K + i, mask=i < K, other=0.0).to(tl.float32) * tl.cast(scale, tl.float32)
     o = tl.sum(state * q[:, None], 0)
     tl.store(at, state.to(state_ptr.dtype.element_ty), mask=mask)
     tl.store(out_ptr + head * V + j, o.to(out_ptr.dtype.element_ty), mask=j < V)
