@@ -22,6 +22,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.init import init_weights
 from lt2.loss import IGNORE, chunked_cross_entropy
 from lt2.model import LoopedLM
+from lt2.parallel import KEEP_FP32
 
 
 class LT2Config(PreTrainedConfig):
@@ -87,7 +88,7 @@ class LT2ForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     _no_split_modules = ["Block"]
-    _supports_cache_class = True
+    _keep_in_fp32_modules_strict = sorted(KEEP_FP32)
 
     def __init__(self, config: LT2Config):
         super().__init__(config)

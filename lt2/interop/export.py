@@ -1,0 +1,153 @@
+"""Export a model for `from_pretrained`, with a parity certificate beside its weights.
+
+    <folder>/config.json, generation_config.json, model*.safetensors  what transformers reads
+    <folder>/<tokenizer files>
+    <folder>/parity.json                                               what was compared, how closely, which files
+
+The files are written to a neighbouring folder, loaded back from there, certified, and only then moved into place.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from lt2.config import ConfigError
+from lt2.interop.certificate import LENGTHS, Check, ParityError, certify
+from lt2.interop.transformers import LT2ForCausalLM
+from lt2.model import LoopedLM
+from lt2.parallel import KEEP_FP32
+
+SCHEMA_VERSION = 1
+CERTIFICATE = "parity.json"
+
+
+def export_checkpoint(
+    model: LoopedLM,
+    folder: str | Path,
+    *,
+    tokenizer: Any | None = None,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str = "5GB",
+    lengths: tuple[int, ...] = LENGTHS,
+    device: str = "cpu",
+) -> list[Check]:
+    """Write model to a new folder in the Hugging Face layout and certify it; returns the passed checks.
+
+    tokenizer: an object with save_pretrained, or the path of a tokenizer file or folder, copied as it is.
+    dtype: convert weights first (decays stay fp32); None keeps each parameter's own. device: where certification runs.
+
+    Raises:
+        ConfigError: the folder exists, or the tokenizer does not.
+        ParityError: the reloaded model differs from the one in memory; nothing is left behind.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; export to a new folder or remove it first")
+    if dtype is not None:
+        model = converted(model, dtype)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+        staged = Path(name) / "model"
+        write_model(model, staged, bos_id=bos_id, eos_id=eos_id, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, staged)
+        checks = certify(model, load_wrapped(staged), lengths=lengths, device=device)
+        failed = [check for check in checks if not check.passed]
+        if failed:
+            worst = "; ".join(f"{c.name} at {c.n_loops} loops: {c.error:.1e} > {c.tolerance:.0e}" for c in failed[:3])
+            raise ParityError(f"not exported: {len(failed)} of {len(checks)} parity checks fail ({worst})")
+        certificate = describe(staged, checks, lengths)
+        (staged / CERTIFICATE).write_text(json.dumps(certificate, indent=2) + "\n")
+        staged.rename(folder)
+    return checks
+
+
+def load_exported(folder: str | Path, *, verify: bool = True) -> LoopedLM:
+    """The model of an exported folder, in eval mode and its stored dtypes.
+
+    Raises:
+        ConfigError: with verify, no certificate, or a file that is not the one certified.
+    """
+    if verify:
+        verify_certificate(folder)
+    return load_wrapped(folder).model
+
+
+def verify_certificate(folder: str | Path) -> dict[str, Any]:
+    """The certificate of an exported folder whose files are still the certified ones."""
+    path = Path(folder) / CERTIFICATE
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {CERTIFICATE}; export the checkpoint again")
+    certificate = json.loads(path.read_text())
+    for name, digest in certificate["files"].items():
+        file = Path(folder) / name
+        if not file.is_file():
+            raise ConfigError(f"{folder}: {name} is certified but not there; copy the whole folder again")
+        if sha256(file) != digest:
+            raise ConfigError(f"{folder}: {name} is not the file that was certified; copy or export it again")
+    return certificate
+
+
+def load_wrapped(folder: str | Path) -> LT2ForCausalLM:
+    return LT2ForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def converted(model: LoopedLM, dtype: torch.dtype) -> LoopedLM:
+    """A copy whose parameters are in dtype, but for those that rounding would spoil."""
+    copied = copy.deepcopy(model)
+    for name, parameter in copied.named_parameters():
+        if name.rpartition(".")[2] not in KEEP_FP32:
+            parameter.data = parameter.data.to(dtype)
+    return copied
+
+
+def write_model(model: LoopedLM, folder: Path, *, bos_id: int | None, eos_id: int | None, max_shard_size: str) -> None:
+    wrapped = LT2ForCausalLM.of(model, bos_token_id=bos_id, eos_token_id=eos_id)
+    wrapped.generation_config = GenerationConfig(bos_token_id=bos_id, eos_token_id=eos_id, pad_token_id=eos_id)
+    wrapped.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+        return
+    source = Path(tokenizer)
+    if not source.exists():
+        raise ConfigError(f"tokenizer {tokenizer!r} does not exist; give a tokenizer file, its folder, or the object")
+    for file in [source] if source.is_file() else sorted(f for f in source.iterdir() if f.is_file()):
+        if (folder / file.name).exists():
+            raise ConfigError(
+                f"tokenizer file {file.name} would overwrite the model's; give only the tokenizer's files"
+            )
+        shutil.copy(file, folder / file.name)
+
+
+def describe(folder: Path, checks: Sequence[Check], lengths: tuple[int, ...]) -> dict[str, Any]:
+    """The certificate: what was checked on which files by which versions."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "claim": "logits of the reloaded files equal those of the exported model, one row at a time without a cache",
+        "error": "max |difference| / max(1, max |logit|)",
+        "row_lengths": list(lengths),
+        "checks": [check.as_dict() for check in checks],
+        "files": {file.name: sha256(file) for file in sorted(folder.iterdir())},
+        "versions": {name: version(name) for name in ("lt2", "torch", "transformers", "safetensors")},
+    }
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
