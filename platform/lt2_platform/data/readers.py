@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
@@ -37,7 +38,7 @@ class Row(NamedTuple):
 
 def read_rows(file: SourceFile, part: Slice, text_column: str) -> Iterator[Row]:
     """The rows of one slice in file order. Raises ConfigError if the file itself cannot be read."""
-    try:
+    with _blaming(file):
         if file.format == "parquet":
             yield from _parquet_rows(file, part, text_column)
         elif file.format == "jsonl":
@@ -46,6 +47,12 @@ def read_rows(file: SourceFile, part: Slice, text_column: str) -> Iterator[Row]:
         else:
             with _open(file) as stream:
                 yield from _text_rows(stream, part)
+
+
+@contextmanager
+def _blaming(file: SourceFile) -> Iterator[None]:
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
         message = " ".join(str(error).split())
         raise ConfigError(f"cannot read {file.name} ({message}); replace or remove that file") from error
@@ -68,7 +75,7 @@ def rows_before(file: SourceFile, part: Slice) -> int:
 def peek_columns(file: SourceFile) -> list[str]:
     """Keys of the first 100 objects of a jsonl file, in order of appearance."""
     keys: dict[str, None] = {}
-    with _open(file) as stream:
+    with _blaming(file), _open(file) as stream:
         for line, _ in zip(lines(stream, 0, None), range(100), strict=False):
             try:
                 value = json.loads(line)

@@ -199,9 +199,8 @@ class PackedDataset:
         return opened
 
     def _damaged(self, file: int, what: str) -> ConfigError:
-        return ConfigError(
-            f"{self.storage.join(self.paths[file])} is damaged ({what}); delete the dataset and prepare it"
-        )
+        path = self.storage.join(self.paths[file])
+        return ConfigError(f"{path} is damaged ({what}); delete the dataset and prepare it again")
 
     def verify(self) -> None:
         """Read every shard of the split and compare its sha256 with the manifest's; ConfigError names a bad one."""

@@ -2,9 +2,11 @@
 
 import shutil
 import tempfile
+from contextlib import nullcontext
 
 import pytest
 
+from lt2_platform.data import prepare
 from tests.platform.data.corpora import write_corpus
 
 
@@ -28,3 +30,10 @@ def local_ray(s3_environment):
     yield
     ray.shutdown()
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    """prepare() does its work in this process, one item after another."""
+    monkeypatch.setattr(prepare, "some_ray", lambda parallelism: nullcontext())
+    monkeypatch.setattr(prepare, "spread", lambda function, items, shared, limit: (function(i, shared) for i in items))

@@ -1,0 +1,119 @@
+"""Bad input: one line that names the thing and the fix, and nothing left behind."""
+
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lt2.config import ConfigError
+from lt2_platform.data.prepare import PrepareConfig, prepare
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(name, content):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    write("good.txt", "some text " * 50)
+    write("long.jsonl", '{"text": "ok"}\n\n' + json.dumps({"text": "x" * 1000}) + "\n")
+    write("other.jsonl", '{"body": "x", "id": 1}\n' * 3)
+    write("bad.jsonl", '{"text": null}\n{broken\n{"text": ""}\n')
+    write("blank.jsonl", "\n\n")
+    write("nothing.jsonl", "")
+    write("cut.jsonl.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03KLJ")
+    pq.write_table(pa.table({"id": [1], "content": ["x"]}), tmp_path / "other.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tokenizer": "gpt-5"},
+            "unknown tokenizer 'gpt-5'; use byte, or a path to a tokenizer.json or a *.tiktoken file",
+        ),
+        (
+            {"source": "{}/nope.txt"},
+            "source {}/nope.txt does not exist; give a file, a folder, a glob or python-stdlib",
+        ),
+        ({"source": "{}/*.nope"}, "source {}/*.nope matches no file; check the path"),
+        (
+            {"source": "{}/other.parquet"},
+            "{}/other.parquet has no column 'text' (columns: id, content); set prepare.text_column",
+        ),
+        (
+            {"source": "{}/other.jsonl"},
+            "{}/other.jsonl has no column 'text' (columns: body, id); set prepare.text_column",
+        ),
+        (
+            {"source": "{}/long.jsonl", "shard_sequences": 16},
+            "document {}/long.jsonl row 2 has 1,002 tokens, more than a shard holds (16 sequences of 32); "
+            "set prepare.shard_sequences to 32 or more",
+        ),
+        (
+            {"source": "{}/bad.jsonl"},
+            "no usable row in {}/bad.jsonl (empty text: 1, invalid json: 1, null text: 1), the first being row 0 of "
+            "{}/bad.jsonl; check prepare.format and prepare.text_column",
+        ),
+        (
+            {"source": "{}/blank.jsonl"},
+            "the corpus is empty: no document in {}/blank.jsonl; give a source with text",
+        ),
+        (
+            {"source": ("{}/blank.jsonl", "{}/nothing.jsonl")},
+            "the corpus is empty: no document in {}/blank.jsonl and 1 more; give a source with text",
+        ),
+        (
+            {"source": "{}/good.txt", "seq_len": 600},
+            "the corpus has 502 training tokens, fewer than one sequence of seq_len + 1 = 601; "
+            "lower prepare.seq_len or add text",
+        ),
+    ],
+)
+def test_message_and_nothing_left(folder, no_ray, settings, message):
+    settings = json.loads(json.dumps({"source": "{}/good.txt", "seq_len": 31, **settings}).replace("{}", str(folder)))
+    before = sorted(os.listdir(folder))
+    with pytest.raises(ConfigError) as error:
+        prepare(PrepareConfig.model_validate(settings), str(folder / "out"))
+    assert str(error.value) == message.replace("{}", str(folder))
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_damaged_compressed_file(folder, no_ray):
+    with pytest.raises(ConfigError, match=r"^cannot read .*/cut\.jsonl\.gz \(.+\); replace or remove that file$"):
+        prepare(PrepareConfig(source=f"{folder}/cut.jsonl.gz"), str(folder / "out"))
+
+
+def test_unwritable_out(folder, no_ray):
+    out = f"{folder}/good.txt/out"
+    with pytest.raises(ConfigError, match=rf"^storage root {out} cannot be written \(a part of the path is a file\);"):
+        prepare(PrepareConfig(source=f"{folder}/good.txt", seq_len=7), out)
+
+
+def test_other_dataset_is_not_overwritten(folder, no_ray):
+    out = str(folder / "out")
+    manifest = prepare(PrepareConfig(source=f"{folder}/good.txt", seq_len=7), out)
+    with pytest.raises(ConfigError, match=r"/out holds a dataset of other input or settings; choose another folder or"):
+        prepare(PrepareConfig(source=f"{folder}/good.txt", seq_len=15), out)
+    (folder / "good.txt").write_text("changed text " * 50)
+    with pytest.raises(ConfigError, match="holds a dataset of other input"):
+        prepare(PrepareConfig(source=f"{folder}/good.txt", seq_len=7), out)
+    assert json.loads((folder / "out" / "manifest.json").read_text()) == manifest
+
+
+def test_a_failure_keeps_what_else_is_in_the_folder(folder, no_ray):
+    (folder / "out").mkdir()
+    (folder / "out" / "mine.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match="no usable row"):
+        prepare(PrepareConfig(source=f"{folder}/bad.jsonl", seq_len=7), str(folder / "out"))
+    assert os.listdir(folder / "out") == ["mine.txt"]
+
+
+@pytest.mark.ray
+def test_errors_of_tasks_arrive_as_they_are(folder, local_ray):
+    config = PrepareConfig(source=f"{folder}/long.jsonl", seq_len=31, shard_sequences=16)
+    with pytest.raises(ConfigError, match=r"^document .*/long\.jsonl row 2 has 1,002 tokens, more than a shard holds"):
+        prepare(config, str(folder / "out"))
+    assert not (folder / "out").exists()
