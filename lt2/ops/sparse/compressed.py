@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lt2.ops.sparse.bags import slices
 from lt2.ops.sparse.ranking import top_positions
 
 CPU_PIECE = 1 << 20
@@ -85,9 +86,7 @@ class _Compressed(torch.autograd.Function):
 
 def _pieces(q: Tensor, k: Tensor) -> Iterator[slice]:
     per_query = q.shape[0] * q.shape[2] * k.shape[1]
-    size = max(1, (CUDA_PIECE if q.is_cuda else CPU_PIECE) // per_query)
-    for start in range(0, q.shape[1], size):
-        yield slice(start, start + size)
+    return slices(q.shape[1], (CUDA_PIECE if q.is_cuda else CPU_PIECE) // per_query)
 
 
 def _apply(x: Tensor, table: Tensor) -> Tensor:

@@ -1,24 +1,20 @@
 """Attention over selected blocks of keys: each query reads its own list, and nothing else is computed.
 
 Shapes: N rows (batch × KV heads), L queries, R query heads per KV head, E key dim, V value dim, P blocks of S tokens
-in the table, K selected blocks. The extra memory is one piece of queries' gathered keys and values.
+in the table, K selected blocks, T = K·S selected tokens, C queries of one piece. The extra memory is that of a piece.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lt2.ops import dispatch
-
-CPU_PIECE = 1 << 19
-"""Gathered numbers per piece on CPU: keys of a few megabytes stay in cache between the gather and the product."""
-CUDA_PIECE = 1 << 26
+from lt2.ops.sparse import bags
 
 
 @torch.compiler.disable
@@ -71,7 +67,7 @@ def gather_backend(q: Tensor, requested: str = "auto") -> str:
 
 
 class _Selected(torch.autograd.Function):
-    """Gather, softmax and sum, piece by piece; the backward gathers again instead of keeping anything per key."""
+    """Scores, softmax and weighted sum, piece by piece, in fp32 or wider; the backward computes the scores again."""
 
     @staticmethod
     def forward(ctx, q, k, v, blocks, counts, scale, return_weights):
@@ -79,17 +75,18 @@ class _Selected(torch.autograd.Function):
         B, _, K = blocks.shape
         wide = torch.promote_types(v.dtype, torch.float32)
         o = v.new_empty(N, L, R, v.shape[-1])
-        lse = q.new_empty(N, L, R, 1, dtype=wide)
+        lse = q.new_empty(N, L, R, dtype=wide)
         weights = q.new_zeros(B, L, K * k.shape[2], dtype=wide) if return_weights else None
-        for n, rows in _pieces(q, k, K):
+        for n in range(N):
             b = n * B // N
-            keys, values = (_gather(x[n], blocks[b, rows]) for x in (k, v))
-            scores = _scores(q[n, rows], keys, counts[b, rows], k.shape[2], scale, wide)
-            lse[n, rows] = scores.logsumexp(dim=-1, keepdim=True)
-            p = (scores - lse[n, rows]).exp()
-            o[n, rows] = p.to(v.dtype) @ values
-            if weights is not None:
-                weights[b, rows] += p.sum(dim=1)
+            keys, values = k[n].to(wide), v[n].to(wide).flatten(0, 1)
+            for rows in bags.slices(L, bags.gather_size(keys, K)):
+                scores = _scores(q[n, rows], keys, blocks[b, rows], counts[b, rows], scale)
+                lse[n, rows] = scores.logsumexp(dim=-1)
+                p = (scores - lse[n, rows, :, None]).exp_()
+                o[n, rows] = bags.weighted_rows(p, values, bags.block_tokens(blocks[b, rows], k.shape[2]))
+                if weights is not None:
+                    weights[b, rows] += p.sum(dim=1)
         ctx.save_for_backward(q, k, v, blocks, counts, o, lse)
         ctx.scale = scale
         if weights is not None:
@@ -100,46 +97,49 @@ class _Selected(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, _):
         q, k, v, blocks, counts, o, lse = ctx.saved_tensors
-        wide = lse.dtype
-        N, P, S = k.shape[:3]
-        B = blocks.shape[0]
+        (N, L), (P, S), B = q.shape[:2], k.shape[1:3], blocks.shape[0]
         dq = torch.empty_like(q)
-        dk, dv = (x.new_zeros(N, P, S * x.shape[-1], dtype=wide) for x in (k, v))
-        delta = (do.to(wide) * o.to(wide)).sum(dim=-1, keepdim=True)
-        for n, rows in _pieces(q, k, blocks.shape[-1]):
-            b = n * B // N
-            index = blocks[b, rows]
-            keys, values = (_gather(x[n], index) for x in (k, v))
-            scores = _scores(q[n, rows], keys, counts[b, rows], S, ctx.scale, wide)
-            p = (scores - lse[n, rows]).exp()
-            dp = (do[n, rows] @ values.transpose(1, 2)).to(wide)
-            ds = (p * (dp - delta[n, rows]) * ctx.scale).to(k.dtype)
-            dq[n, rows] = ds @ keys
-            into_keys = ds.transpose(1, 2) @ q[n, rows]
-            into_values = p.to(v.dtype).transpose(1, 2) @ do[n, rows]
-            flat = index.flatten()
-            dk[n].index_add_(0, flat, into_keys.view(len(flat), -1).to(wide))
-            dv[n].index_add_(0, flat, into_values.view(len(flat), -1).to(wide))
+        dk, dv = (x.new_zeros(N, P * S, x.shape[-1], dtype=lse.dtype) for x in (k, v))
+        delta = (do.to(lse.dtype) * o).sum(dim=-1)
+        for b in range(B):
+            for rows in bags.slices(L, bags.inverse_size(blocks) // S):
+                selected, count = blocks[b, rows], counts[b, rows]
+                inverse = bags.invert(bags.block_tokens(selected, S), P * S)
+                for n in range(b * N // B, (b + 1) * N // B):
+                    queries = (x[n, rows] for x in (q, do, lse, delta))
+                    dq[n, rows], p, ds = _score_gradients(*queries, k[n], v[n], selected, count, ctx.scale)
+                    bags.add_inverse(dk[n], ds, q[n, rows], inverse)
+                    bags.add_inverse(dv[n], p, do[n, rows], inverse)
         return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None, None, None
 
 
-def _pieces(q: Tensor, k: Tensor, n_blocks: int) -> Iterator[tuple[int, slice]]:
-    """(row, slice of queries) whose gathered keys fit the budget."""
-    per_query = n_blocks * k.shape[2] * k.shape[3]
-    size = max(1, (CUDA_PIECE if q.is_cuda else CPU_PIECE) // per_query)
-    for n in range(q.shape[0]):
-        for start in range(0, q.shape[1], size):
-            yield n, slice(start, start + size)
+def _score_gradients(
+    q: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    counts: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (C, R, E), and the weights p and the gradients ds of the products q · k, both (C, R, T)."""
+    (C, R, _), S, K = q.shape, k.shape[1], blocks.shape[1]
+    keys, values = k.to(lse.dtype), v.to(lse.dtype)
+    dq = torch.empty_like(q)
+    p, ds = (lse.new_empty(C, R, K * S) for _ in range(2))
+    for rows in bags.slices(C, bags.gather_size(keys, K)):
+        scores = _scores(q[rows], keys, blocks[rows], counts[rows], scale)
+        p[rows] = (scores - lse[rows, :, None]).exp_()
+        dp = bags.selected_products(do[rows], values, blocks[rows])
+        ds[rows] = p[rows] * (dp - delta[rows, :, None]) * scale
+        dq[rows] = bags.weighted_rows(ds[rows], keys.flatten(0, 1), bags.block_tokens(blocks[rows], S)).to(q.dtype)
+    return dq, p, ds
 
 
-def _gather(table: Tensor, index: Tensor) -> Tensor:
-    """table (P, S, D), index (C, K) -> (C, K·S, D)."""
-    found = table.flatten(1).index_select(0, index.flatten())
-    return found.view(index.shape[0], -1, table.shape[-1])
-
-
-def _scores(q: Tensor, keys: Tensor, counts: Tensor, S: int, scale: float, wide: torch.dtype) -> Tensor:
-    """Scaled scores (C, R, K·S), very negative where a token is not visible."""
-    visible = torch.arange(S, device=q.device) < counts[..., None]
-    scores = (q @ keys.transpose(1, 2)).to(wide) * scale
-    return scores.masked_fill(~visible.flatten(1)[:, None], torch.finfo(wide).min)
+def _scores(q: Tensor, keys: Tensor, blocks: Tensor, counts: Tensor, scale: float) -> Tensor:
+    """Scaled products (C, R, T), very negative where a token is not visible."""
+    scores = bags.selected_products(q, keys, blocks).mul_(scale)
+    visible = torch.arange(keys.shape[1], device=q.device) < counts[..., None]
+    return scores.masked_fill_(~visible.flatten(1)[:, None], torch.finfo(scores.dtype).min)

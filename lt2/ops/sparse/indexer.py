@@ -9,13 +9,14 @@ Query t may read keys first[t] .. last[t]; both (B, L) int64. Memory beyond inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lt2.ops.sparse import bags
 from lt2.ops.sparse.ranking import top_positions
 
 CPU_PIECE = 1 << 20
@@ -58,14 +59,28 @@ def selected_kl(q: Tensor, k: Tensor, w: Tensor, keys: Tensor, found: Tensor, we
 
     weights (B, L, K): attention summed over heads, normalised here to p; it gets no gradient. keys, found: (B, L, K).
     """
-    target = weights / weights.sum(dim=-1, keepdim=True)
-
-    def piece(b: int, rows: slice, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-        dots = q @ k.view(q.shape[0], -1, k.shape[-1]).transpose(1, 2)  # (C, J, K)
-        scores = (w[:, None] @ F.relu(dots)).squeeze(1)
-        return _kl(target[b, rows], scores, found[b, rows])
-
-    return _Trained.apply(q, k, w, keys, piece, q.shape[2] * keys.shape[-1] * q.shape[3])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grads = [torch.zeros_like(x, dtype=wide) for x in (q, k, w)]
+    dq, dk, dw = grads
+    total = torch.zeros((), dtype=wide, device=q.device)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for b in range(q.shape[0]):
+            table = k[b].to(wide)
+            for outer in bags.slices(q.shape[1], bags.inverse_size(keys)):
+                d_dots = table.new_empty(outer.stop - outer.start, q.shape[2], keys.shape[-1])
+                for inner in bags.slices(len(d_dots), bags.gather_size(table[:, None], keys.shape[-1])):
+                    rows = slice(outer.start + inner.start, outer.start + inner.stop)
+                    dots = bags.selected_products(q[b, rows], table[:, None], keys[b, rows])  # (C, J, K)
+                    scores = (w[b, rows].to(wide)[:, None] @ dots.relu()).squeeze(1)
+                    target = weights[b, rows] / weights[b, rows].sum(dim=-1, keepdim=True)
+                    loss, d_scores = _kl(target, scores, found[b, rows])
+                    total += loss
+                    dw[b, rows] = (dots.relu() @ d_scores[..., None]).squeeze(-1)
+                    d_dots[inner] = (dots > 0) * w[b, rows].to(wide)[..., None] * d_scores[:, None]
+                    dq[b, rows] = bags.weighted_rows(d_dots[inner], table, keys[b, rows])
+                inverse = bags.invert(keys[b, outer], len(table))
+                bags.add_inverse(dk[b], d_dots, q[b, outer], inverse)
+    return _mean_with_gradients(total, (q, k, w), grads)
 
 
 @torch.compiler.disable
@@ -78,74 +93,59 @@ def dense_kl(
     by piece, without gradient. Returns a scalar with gradients to q, k and w.
     """
     B, L, H, E = q_attention.shape
-    G = k_attention.shape[2]
-    q_attention = q_attention.detach().view(B, L, G, H // G, E)
-    k_attention = k_attention.detach()
+    J, G = q.shape[2], k_attention.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grads = [torch.zeros_like(x, dtype=wide) for x in (q, k, w)]
+    dq, dk, dw = grads
+    total = torch.zeros((), dtype=wide, device=q.device)
     index = torch.arange(L, device=q.device)
-
-    def piece(b: int, rows: slice, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-        prefix = index[: k.shape[0]]
-        visible = (prefix >= first[b, rows, None]) & (prefix <= index[rows, None])
-        with torch.no_grad():
-            dots = torch.einsum("cgre,mge->cgrm", q_attention[b, rows], k_attention[b, : k.shape[0]])
-            attention = dots.to(q.dtype) * scale
-            attention = attention.masked_fill(~visible[:, None, None], float("-inf")).softmax(dim=-1)
-            target = attention.mean(dim=(1, 2))
-        return _kl(target, index_scores(q[None], k[None], w[None])[0], visible)
-
-    return _Trained.apply(q, k, w, None, piece, (q.shape[2] + H) * L)
-
-
-def _kl(target: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
-    """Sum over rows of KL(target || softmax of the visible scores)."""
-    log_r = scores.masked_fill(~visible, float("-inf")).log_softmax(dim=-1).masked_fill(~visible, 0.0)
-    return (torch.xlogy(target, target) - target * log_r).sum()
-
-
-Piece = Callable[[int, slice, Tensor, Tensor, Tensor], Tensor]
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        grouped = q_attention.reshape(B, L, G, H // G, E).permute(0, 2, 1, 3, 4)
+        k_attention = k_attention.to(q_attention.dtype).permute(0, 2, 3, 1)  # (B, G, E, L)
+        for rows in _pieces(q, B * (2 * J + 2 * H) * L):
+            C, M = rows.stop - rows.start, rows.stop  # queries, and how far they see
+            visible = (index[:M] >= first[:, rows, None]) & (index[:M] <= index[rows, None])
+            attention = grouped[:, :, rows].reshape(B, G, -1, E) @ k_attention[..., :M]
+            attention = attention.view(B, G, C, H // G, M).to(wide) * scale
+            attention = attention.masked_fill(~visible[:, None, :, None], float("-inf")).softmax(dim=-1)
+            q_piece, k_piece, w_piece = q[:, rows].flatten(1, 2).to(wide), k[:, :M].to(wide), w[:, rows].to(wide)
+            dots = (q_piece @ k_piece.transpose(1, 2)).view(B, C, J, M)
+            scores = (w_piece[..., None, :] @ dots.relu()).squeeze(-2)
+            loss, d_scores = _kl(attention.mean(dim=(1, 3)), scores, visible)
+            total += loss
+            dw[:, rows] = (dots.relu() @ d_scores[..., None]).squeeze(-1)
+            d_dots = ((dots > 0) * w_piece[..., None] * d_scores[:, :, None]).flatten(1, 2)
+            dq[:, rows] = (d_dots @ k_piece).view(B, C, J, -1)
+            dk[:, :M] += d_dots.transpose(1, 2) @ q_piece
+    return _mean_with_gradients(total, (q, k, w), grads)
 
 
-class _Trained(torch.autograd.Function):
-    """A scalar mean over queries whose gradients are taken in the forward, one piece at a time, and only scaled later.
+def _kl(target: Tensor, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over rows of KL(target || softmax of the visible scores), and its gradient to the scores."""
+    log_r = scores.masked_fill(~visible, float("-inf")).log_softmax(dim=-1)
+    loss = torch.xlogy(target, target) - target * log_r.masked_fill(~visible, 0.0)
+    return loss.sum(), log_r.exp() - target
 
-    A piece sees the keys of its causal prefix, or with `keys` (B, L, K) the selected ones, gathered.
-    """
+
+def _mean_with_gradients(total: Tensor, inputs: tuple[Tensor, ...], grads: list[Tensor]) -> Tensor:
+    n_queries = inputs[0].shape[0] * inputs[0].shape[1]
+    scaled = [(g / n_queries).to(x.dtype) for g, x in zip(grads, inputs)]
+    return _KnownGradient.apply(total / n_queries, *inputs, *scaled)
+
+
+class _KnownGradient(torch.autograd.Function):
+    """A scalar loss whose gradients were computed along with it, so that nothing of size L × M outlives its piece."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, w: Tensor, keys: Tensor | None, piece: Piece, per_query: int) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        total = q.new_zeros((), dtype=wide)
-        needed = any(ctx.needs_input_grad)
-        grads = [x.new_zeros(x.shape, dtype=wide) for x in (q, k, w)] if needed else []
-        with torch.autocast(q.device.type, enabled=False):
-            for b in range(q.shape[0]):
-                for rows in _pieces(q, per_query):
-                    flat = None if keys is None else keys[b, rows].flatten()
-                    own = k[b, : rows.stop] if flat is None else k[b].index_select(0, flat)
-                    leaves = [x.to(wide).detach().requires_grad_(needed) for x in (q[b, rows], own, w[b, rows])]
-                    with torch.set_grad_enabled(needed):
-                        loss = piece(b, rows, *leaves)
-                    total += loss.detach()
-                    if not needed:
-                        continue
-                    dq, dk, dw = torch.autograd.grad(loss, leaves)
-                    grads[0][b, rows], grads[2][b, rows] = dq, dw
-                    if flat is None:
-                        grads[1][b, : rows.stop] += dk
-                    else:
-                        grads[1][b].index_add_(0, flat, dk)
-        n_queries = q.shape[0] * q.shape[1]
-        ctx.save_for_backward(*((g / n_queries).to(x.dtype) for g, x in zip(grads, (q, k, w))))
-        return total / n_queries
+    def forward(ctx, loss, q, k, w, dq, dk, dw):
+        ctx.save_for_backward(dq, dk, dw)
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss):
-        dq, dk, dw = (d_loss.to(g.dtype) * g for g in ctx.saved_tensors)
-        return dq, dk, dw, None, None, None
+        return None, *(d_loss.to(g.dtype) * g for g in ctx.saved_tensors), None, None, None
 
 
 def _pieces(q: Tensor, per_query: int) -> Iterator[slice]:
-    size = max(1, (CUDA_PIECE if q.is_cuda else CPU_PIECE) // per_query)
-    for start in range(0, q.shape[1], size):
-        yield slice(start, start + size)
+    return bags.slices(q.shape[1], (CUDA_PIECE if q.is_cuda else CPU_PIECE) // per_query)
