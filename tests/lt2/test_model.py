@@ -1,0 +1,114 @@
+"""The looped model itself: depth, head, counts, initialisation, layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lt2 import accounting
+from lt2.model import build
+from tests.lt2.tiny import FULL, HYBRID, config, model, tokens
+
+
+def test_loops_reapply_the_same_blocks_and_add_their_input_scaled_by_rho():
+    net, x = model(n_loops=3), tokens(2, 9)
+    seq = net.sequence_info(x, None, None, None)
+    h = net.embed(x)
+    for loop in range(3):
+        h_in = h
+        for block, spec in zip(net.blocks, net.schedule[loop]):
+            h = block(h, spec, seq)[0]
+        h = h + net.rho[loop] * h_in
+    assert torch.equal(net(x).hidden, net.norm(h))
+
+
+def test_more_loops_than_trained_repeat_the_last_rho():
+    net, x = model(n_loops=2), tokens(2, 9)
+    longer = model(n_loops=4)
+    longer.load_state_dict(net.state_dict() | {"rho": net.rho[[0, 1, 1, 1]]})
+    assert torch.equal(net(x, n_loops=4).hidden, longer(x).hidden)
+    cache = net.init_cache(2, 9, n_loops=4)
+    assert len(cache.layers) == 4
+    parts = [net(piece, cache=cache, n_loops=4).hidden for piece in x.split([4, 1, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), longer(x).hidden, rtol=1e-11, atol=1e-11)
+
+
+def test_per_loop_outputs_are_those_of_each_depth():
+    net, x = model(n_loops=3), tokens(2, 9)
+    output = net(x, per_loop=True)
+    assert len(output.loops) == 3
+    assert torch.equal(output.loops[-1], output.hidden)
+    for depth in (1, 2):
+        assert torch.equal(output.loops[depth - 1], net(x, n_loops=depth).hidden)
+    assert net(x).loops is None
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_head_is_the_embedding_only_when_tied(tie: bool):
+    net = model(tie_embeddings=tie)
+    hidden = net(tokens(1, 5)).hidden
+    weight = net.embed.weight if tie else net.head.weight
+    assert net.head_weight is weight
+    assert torch.equal(net.logits(hidden), hidden @ weight.T)
+    assert (net.head is None) == tie
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("layout", [FULL, HYBRID])
+def test_parameters_are_counted_exactly(layout: dict, tie: bool):
+    net = model(layout, tie_embeddings=tie)
+    counted = accounting.parameters(net.config)
+    stack = sum(p.numel() for p in net.blocks.parameters())
+    assert counted.total == sum(p.numel() for p in net.parameters())
+    assert (counted.stack, counted.unrolled) == (stack, counted.total + 2 * stack)
+    assert counted.embedding == 23 * 16 * (1 if tie else 2)
+
+
+def test_loops_cost_flops_but_no_parameters():
+    shallow, deep = config(n_loops=1), config(n_loops=4)
+    extra = accounting.parameters(deep).total - accounting.parameters(shallow).total
+    assert extra == 3 * 16  # rho
+    head = 2.0 * 23 * 16
+    per_loop = accounting.forward_flops(shallow, 32) - head
+    assert accounting.forward_flops(deep, 32) == pytest.approx(4 * per_loop + head, rel=1e-12)
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    first, torch_state = build(config(), seed=3), torch.random.get_rng_state()
+    again, other = build(config(), seed=3), build(config(), seed=4)
+    assert torch.equal(torch.random.get_rng_state(), torch_state)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters()))
+    assert not torch.equal(first.embed.weight, other.embed.weight)
+    assert not first.rho.any()
+
+
+def test_initial_weights_are_truncated_normal_with_fan_in_scale():
+    net = build(config(FULL, vocab_size=4000, dim=64, num_heads=4), seed=0)
+    for weight, fan_in in ((net.embed.weight, 64), (net.blocks[0].ffn.down_proj.weight, 24)):
+        scaled = weight.detach() * fan_in**0.5
+        assert float(scaled.abs().max()) <= 3 + 1e-6
+        # A normal cut at 3 sigma has a standard deviation of 0.9866.
+        assert float(scaled.std()) == pytest.approx(0.9866, abs=4 * (2 * weight.numel()) ** -0.5)
+
+
+def test_global_depth_init_shrinks_only_the_projections_into_the_residual_stream():
+    plain, scaled = build(config(), seed=1), build(config(global_depth_init=True), seed=1)
+    for (name, a), b in zip(plain.named_parameters(), scaled.parameters()):
+        depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
+        shrunk = name.endswith(("o_proj.weight", "down_proj.weight"))
+        torch.testing.assert_close(b, a * (2 * (depth + 1)) ** -0.5 if shrunk else a, msg=name)
+
+
+def test_hybrid_layers_hold_only_the_mixer_they_run():
+    net = model(HYBRID)
+    assert [list(block.mixers) for block in net.blocks] == [["gdn"], ["softmax"]]
+
+
+def test_a_full_cache_says_so():
+    net = model()
+    cache = net.init_cache(1, 4)
+    net(tokens(1, 3), cache=cache)
+    with pytest.raises(ValueError, match=r"cache of 4 tokens is too short for 3 \+ 2"):
+        net(tokens(1, 2), cache=cache)
+    with pytest.raises(ValueError, match="packed documents"):
+        net(tokens(1, 1), cache=cache, doc_ids=torch.zeros(1, 1))
