@@ -147,10 +147,14 @@ def _tensor(output) -> Tensor:
 
 
 def forward_backward(op: Callable[[Inputs], Tensor], inputs: Inputs) -> Callable[[], None]:
+    """The gradient sent back is dense, as a layer's is: that of a plain sum is a broadcast scalar, which some paths
+    exploit."""
+    weights = torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(0))
+
     def call() -> None:
         for leaf in vars(inputs).values():
             leaf.grad = None
-        op(inputs).sum().backward()
+        op(inputs).backward(weights)
 
     return call
 

@@ -1,9 +1,7 @@
-"""What the two chunkwise recurrences share: the chunk-major layout, decays inside a chunk, and document boundaries.
+"""What the two chunkwise recurrences share: the chunk-major layout and document boundaries.
 
 Layout: (B, L, H, D) becomes (N, B·H, C, D): chunk first, so that the only sequential part, the walk over N chunks,
-reads contiguous slices. A chunk sees its past only through the state, hence three decays per token: from the
-chunk's start to the token (`into`), from the token to the chunk's end (`out`), and across the whole chunk
-(`through`).
+reads contiguous slices.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-# A decay below e^-80 (1.8e-35) wipes the state in any precision we use. Clamping there keeps sums of log-decays
-# small enough for their differences to be accurate, and makes g = -inf (a gate of exactly 0) safe. The true
-# gradient there is e^-80 too.
-MIN_LOG_DECAY = -80.0
+# Fastest on CPU in fp32 for all mixers at head dim 64: longer chunks spend more on the C×C work (and the delta
+# rule's solve), shorter ones on the walk over chunks.
+CHUNK = 32
 
 # Per-channel decays are compared pairwise by explicit broadcast inside blocks of this many tokens.
 SUB_BLOCK = 8
@@ -39,26 +37,14 @@ class Boundaries:
     through: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Decays:
-    """Decay factors of one chunking: into, out (N, B·H, C, 1|K) and through (N, B·H, 1|K, 1); `log` is their
-    running sum."""
-
-    log: Tensor
-    into: Tensor
-    out: Tensor
-    through: Tensor
-
-
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """fp64 if any input is fp64, else fp32: the recurrences lose too much in half precision."""
     return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
-def chunk_length(length: int, largest: int) -> int:
-    """Chunk size for a sequence of `length` tokens: `largest`, or less for a short sequence (a multiple of
-    SUB_BLOCK)."""
-    return min(largest, -(-length // SUB_BLOCK) * SUB_BLOCK)
+def chunk_length(length: int) -> int:
+    """Chunk size for a sequence of `length` tokens: CHUNK, or less for a short sequence (a multiple of SUB_BLOCK)."""
+    return min(CHUNK, -(-length // SUB_BLOCK) * SUB_BLOCK)
 
 
 def to_chunks(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
@@ -70,7 +56,8 @@ def to_chunks(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
     if padding:
         x = F.pad(x, (0, 0, 0, 0, 0, padding))
     x = x.view(batch, count, chunk, heads, dim).permute(1, 0, 3, 2, 4)
-    return x.reshape(count, batch * heads, chunk, dim).to(dtype)
+    # With one row the reshape is a view, and every product over it would make its own copy.
+    return x.reshape(count, batch * heads, chunk, dim).to(dtype).contiguous()
 
 
 def from_chunks(x: Tensor, batch: int, length: int) -> Tensor:
@@ -95,14 +82,6 @@ def gates(g: Tensor | None, q: Tensor, chunk: int, dtype: torch.dtype) -> Tensor
     return to_chunks(g if g.ndim == 4 else g.unsqueeze(-1), chunk, dtype)
 
 
-def decay_state(state: Tensor, g: Tensor | None) -> Tensor:
-    """One step of decay: state (B, H, K, V) times exp(g) with g (B, H), (B, H, K) or None."""
-    if g is None:
-        return state
-    decay = g.to(state.dtype).exp()
-    return state * (decay[..., None, None] if g.ndim == 2 else decay[..., None])
-
-
 def boundaries(reset: Tensor | None, heads: int, chunk: int, device: torch.device) -> Boundaries:
     """Masks for `reset` (B, L) bool: documents are told apart by counting the resets since the chunk's start."""
     future = torch.ones(chunk, chunk, dtype=torch.bool, device=device).triu(1)
@@ -119,69 +98,46 @@ def boundaries(reset: Tensor | None, heads: int, chunk: int, device: torch.devic
     )
 
 
-def decays(g: Tensor, edges: Boundaries) -> Decays:
-    """Decays of the chunked natural-log gates g (N, B·H, C, 1|K)."""
-    # The running sum is kept in fp64: its differences, not its values, are what matters.
-    log = g.clamp_min(MIN_LOG_DECAY).double().cumsum(-2)
-    end = log[..., -1:, :]
-    return Decays(
-        log=log,
-        into=_masked((log.to(g.dtype)).exp(), edges.into),
-        out=_masked((end - log).to(g.dtype).exp(), edges.out),
-        through=_masked(end.to(g.dtype).exp(), edges.through).transpose(-1, -2),
-    )
+def outputs(q_into: Tensor, states: Tensor, scores: Tensor, values: Tensor) -> Tensor:
+    """What each chunk reads from its past and from itself: q_into (N, R, C, K) @ states (N, R, K, V) + scores @
+    values."""
+    past = q_into @ states
+    return torch.baddbmm(past.flatten(0, 1), scores.flatten(0, 1), values.flatten(0, 1)).view_as(past)
 
 
-def decayed_scores(rows: list[Tensor], k: Tensor, decay: Decays, edges: Boundaries) -> list[Tensor]:
-    """For each x in rows: M[i, j] = Σ_c x[i, c] k[j, c] exp(log[i, c] - log[j, c]) for visible j <= i, else 0.
-
-    rows, k: (N, B·H, C, K). Returns one (N, B·H, C, C) per row operand. Safe for any gate: every exponent taken is
-    <= 0.
-    """
-    if decay.log.shape[-1] == 1:
-        return _scores_scalar(rows, k, decay.log, edges)
-    scores = _scores_per_channel(rows, k, decay.log)
-    # Inside the sub-blocks the future is already excluded; only document boundaries are left to cut.
-    return scores if edges.into is None else [x.masked_fill(edges.pairs, 0.0) for x in scores]
+def times_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ for (N, R, I, D) and (N, R, J, D) -> (N, R, I, J)."""
+    return _TimesTransposed.apply(a, b)
 
 
-def _scores_scalar(rows: list[Tensor], k: Tensor, log: Tensor, edges: Boundaries) -> list[Tensor]:
-    difference = (log - log.transpose(-1, -2)).to(k.dtype)
-    factor = difference.masked_fill(edges.pairs, float("-inf")).exp()
-    keys = k.transpose(-1, -2)
-    return [(x @ keys) * factor for x in rows]
+def transposed_times(a: Tensor, b: Tensor) -> Tensor:
+    """aᵀ b for (N, R, D, I) and (N, R, D, J) -> (N, R, I, J)."""
+    return _TransposedTimes.apply(a, b)
 
 
-def _scores_per_channel(rows: list[Tensor], k: Tensor, log: Tensor) -> list[Tensor]:
-    """exp(log_i - log_j) does not factor safely over a whole chunk, so rows are handled in blocks of SUB_BLOCK
-    tokens: pairs inside a block by broadcast, pairs with earlier blocks by a matmul with both decays anchored at
-    the block's start."""
-    size, dtype = SUB_BLOCK, k.dtype
-    count = k.shape[-2] // size
-    blocked = [x.unflatten(-2, (count, size)) for x in (*rows, k, log)]
-    *row_blocks, key_blocks, log_blocks = blocked
-    anchors = log_blocks[..., :1, :]
-    local = (log_blocks - anchors).to(dtype)
+# `a @ b.transpose(-1, -2)` would do, but autograd then hands back gradients in transposed memory order, and every
+# later sum with another gradient of the same tensor pays for a strided copy.
+class _TimesTransposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b.transpose(-1, -2)
 
-    future = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)[..., None]
-    pairwise = (local.unsqueeze(-2) - local.unsqueeze(-3)).masked_fill(future, float("-inf")).exp()
-    decayed_keys = pairwise * key_blocks.unsqueeze(-3)
-    inside = [(decayed_keys @ x.unsqueeze(-1)).squeeze(-1) for x in row_blocks]
-    local_decay = local.exp()
-
-    strips: list[list[Tensor]] = [[] for _ in rows]
-    for block in range(count):
-        start = block * size
-        keys = None
-        if block:
-            to_anchor = (anchors[..., block, :, :] - log[..., :start, :]).to(dtype).exp()
-            keys = (k[..., :start, :] * to_anchor).transpose(-1, -2)
-        for strip, x, diagonal in zip(strips, row_blocks, inside):
-            parts = [] if keys is None else [(x[..., block, :, :] * local_decay[..., block, :, :]) @ keys]
-            parts.append(diagonal[..., block, :, :])
-            strip.append(F.pad(torch.cat(parts, dim=-1), (0, k.shape[-2] - start - size)))
-    return [torch.cat(strip, dim=-2) for strip in strips]
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad @ b, grad.transpose(-1, -2) @ a
 
 
-def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    return x if mask is None else x.masked_fill(mask, 0.0)
+class _TransposedTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a.transpose(-1, -2) @ b
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return b @ grad.transpose(-1, -2), a @ grad

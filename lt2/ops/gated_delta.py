@@ -12,11 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from lt2.ops import chunking, dispatch, fla_kernels
+from lt2.ops import chunking, decay, dispatch, fla_kernels, scan
 from lt2.ops.checks import check_sequence, check_step
-
-# Fastest on CPU in fp32: the triangular solve grows with C, the walk over chunks shrinks with it.
-CHUNK = 32
 
 
 def gated_delta_rule(
@@ -73,7 +70,7 @@ def gated_delta_rule_step(
     with torch.autocast(v.device.type, enabled=False):
         dtype = chunking.compute_dtype(q, k, v, g, beta, state)
         query, key, value, rate = (x.to(dtype) for x in (q, k, v, beta))
-        state = chunking.decay_state(state.to(dtype), g)
+        state = decay.decay_state(state.to(dtype), g)
         error = (value - torch.einsum("bhk,bhkv->bhv", key, state)) * rate.unsqueeze(-1)
         state = state + key.unsqueeze(-1) * error.unsqueeze(-2)
         o = torch.einsum("bhk,bhkv->bhv", query * scale, state)
@@ -92,26 +89,22 @@ def _chunkwise(
 ) -> tuple[Tensor, Tensor]:
     batch, length, heads, key_dim = q.shape
     dtype = chunking.compute_dtype(q, k, v, g, beta, initial_state)
-    chunk = chunking.chunk_length(length, CHUNK)
+    chunk = chunking.chunk_length(length)
     edges = chunking.boundaries(reset, heads, chunk, v.device)
-    decay = chunking.decays(chunking.gates(g, q, chunk, dtype), edges)
+    gates = decay.decays(chunking.gates(g, q, chunk, dtype), edges)
     state = chunking.first_state(k, v, initial_state, dtype)
     q, k, v_chunks, beta = (chunking.to_chunks(x, chunk, dtype) for x in (q, k, v, beta.unsqueeze(-1)))
-    q, k_beta = q * scale, k * beta
+    q = q * scale
 
-    # Within a chunk the values actually written, u - w S, solve (I + tril(βk kᵀ ∘ decay, -1)) x = [βv | βk·decay]
-    # S-linearly. `unitriangular` makes the solve ignore the diagonal, so it need not be cleared.
-    interaction, scores = chunking.decayed_scores([k_beta, q], k, decay, edges)
-    right = torch.cat([v_chunks * beta, k_beta * decay.into], dim=-1)
-    solved = torch.linalg.solve_triangular(interaction, right, upper=False, unitriangular=True)
-    u, w = solved.split([v_chunks.shape[-1], key_dim], dim=-1)
+    # Within a chunk the values actually written are u - w S, where (I + β·tril(k kᵀ ∘ decay, -1)) [u | w] = β·[v |
+    # k·decay]. One small inverse serves u and w, with β folded into its columns. `unitriangular` makes the solve
+    # ignore the diagonal.
+    interaction, scores = decay.decayed_scores([k, q], k, gates, edges)
+    identity = torch.eye(chunk, dtype=dtype, device=v.device).expand_as(interaction)
+    inverse = torch.linalg.solve_triangular(interaction * beta, identity, upper=False, unitriangular=True)
+    inverse = inverse * beta.transpose(-1, -2)
+    u, w = inverse @ v_chunks, inverse @ (k * gates.into)
 
-    k_out = (k * decay.out).transpose(-1, -2)
-    states, written = [], []
-    for u_n, w_n, k_n, through in zip(u.unbind(0), w.unbind(0), k_out.unbind(0), decay.through.unbind(0)):
-        new = torch.baddbmm(u_n, w_n, state, alpha=-1)
-        states.append(state)
-        written.append(new)
-        state = torch.baddbmm(state * through, k_n, new)
-    o = (q * decay.into) @ torch.stack(states) + scores @ torch.stack(written)
+    written, states, state = scan.delta_scan(u, w, k * gates.out, gates.through, state)
+    o = chunking.outputs(q * gates.into, states, scores, written)
     return chunking.from_chunks(o, batch, length).to(v.dtype), state.view(batch, heads, *state.shape[1:])

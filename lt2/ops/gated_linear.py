@@ -11,11 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from lt2.ops import chunking, dispatch, fla_kernels
+from lt2.ops import chunking, decay, dispatch, fla_kernels, scan
 from lt2.ops.checks import check_sequence, check_step
-
-# Fastest on CPU: with a scalar decay the C×C work is one matmul, with per-channel decays it grows with C.
-CHUNK_SCALAR, CHUNK_PER_CHANNEL = 64, 32
 
 
 def gated_linear_attention(
@@ -69,7 +66,7 @@ def gated_linear_attention_step(
     with torch.autocast(v.device.type, enabled=False):
         dtype = chunking.compute_dtype(q, k, v, g, state)
         query, key, value = (x.to(dtype) for x in (q, k, v))
-        state = chunking.decay_state(state.to(dtype), g)
+        state = decay.decay_state(state.to(dtype), g)
         state = state + key.unsqueeze(-1) * value.unsqueeze(-2)
         o = torch.einsum("bhk,bhkv->bhv", query * scale, state)
     return o.to(v.dtype), state
@@ -80,19 +77,15 @@ def _chunkwise(
 ) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     dtype = chunking.compute_dtype(q, k, v, g, initial_state)
-    per_channel = g is not None and g.ndim == 4
-    chunk = chunking.chunk_length(length, CHUNK_PER_CHANNEL if per_channel else CHUNK_SCALAR)
+    chunk = chunking.chunk_length(length)
     edges = chunking.boundaries(reset, heads, chunk, v.device)
-    decay = chunking.decays(chunking.gates(g, q, chunk, dtype), edges)
+    gates = decay.decays(chunking.gates(g, q, chunk, dtype), edges)
     state = chunking.first_state(k, v, initial_state, dtype)
     q, k, v_chunks = (chunking.to_chunks(x, chunk, dtype) for x in (q, k, v))
     q = q * scale
 
-    (scores,) = chunking.decayed_scores([q], k, decay, edges)
-    update = (k * decay.out).transpose(-1, -2) @ v_chunks
-    states = []
-    for added, through in zip(update.unbind(0), decay.through.unbind(0)):
-        states.append(state)
-        state = torch.addcmul(added, state, through)
-    o = (q * decay.into) @ torch.stack(states) + scores @ v_chunks
+    (scores,) = decay.decayed_scores([q], k, gates, edges)
+    update = chunking.transposed_times(k * gates.out, v_chunks)
+    states, state = scan.linear_scan(update, gates.through, state)
+    o = chunking.outputs(q * gates.into, states, scores, v_chunks)
     return chunking.from_chunks(o, batch, length).to(v.dtype), state.view(batch, heads, *state.shape[1:])
