@@ -69,6 +69,10 @@ class MixerConfig(Config):
             raise ConfigError(f"mixer type {name!r} of {cls.__name__} is a shipped one; give your mixer another type")
         _mixer_types[name] = cls
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A config from a user's file is pickled as data: another process cannot import its class by name."""
+        return (_read_mixer, (self.model_dump(),)) if self.source else super().__reduce_ex__(protocol)
+
     def check(self, dims: Dims) -> None:
         """Raise ValueError, naming the rule and the values, when this mixer cannot be built at `dims`."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,12 @@ def test_a_config_names_the_file_by_its_path():
     config = ModelConfig.model_validate({**sizes, "layout": layout})
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
     assert build(config)(torch.zeros(1, 4, dtype=torch.int64)).hidden.shape == (1, 4, 32)
+
+
+def test_a_config_reaches_another_process(tmp_path):
+    mixer = load_mixer(TARGET, {"num_householder": 3})
+    (tmp_path / "mixer.pickle").write_bytes(pickle.dumps(mixer))
+    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).model_dump_json())"
+    command = [sys.executable, "-c", code, str(tmp_path / "mixer.pickle")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == mixer.model_dump_json()
