@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lt2.config import ConfigError, MixerConfig
-from lt2.mixer_configs import SoftmaxConfig, WindowConfig
+from lt2.mixer_configs import WindowConfig
+from lt2.mixers.attention import Attention
 from lt2.model import Block, LoopedLM
 from lt2.sequence import SequenceInfo
 
@@ -24,7 +25,7 @@ class Reading:
 
     Attributes:
         first_token_mass: attention weight on the first token, mean over heads, batch and queries after it; None where
-            the layer is not softmax attention. Put BOS there, as in training.
+            the layer is not full or window attention. Put BOS there, as in training.
         max_abs: largest |h| after the FFN's residual add.
         rms: mean over tokens of sqrt(mean over channels of h²).
     """
@@ -51,9 +52,9 @@ class Recorder:
     def __call__(
         self, loop: int, layer: int, block: Block, spec: MixerConfig, seq: SequenceInfo, entry: Tensor, h: Tensor
     ) -> None:
-        mass = None
-        if isinstance(spec, SoftmaxConfig):
-            q, k = block.mixers[spec.weights].queries_and_keys(block.mixer_norm(entry), seq)
+        mass, attention = None, block.mixers[spec.weights]
+        if isinstance(attention, Attention):
+            q, k = attention.queries_and_keys(block.mixer_norm(entry), seq)
             window = spec.window if isinstance(spec, WindowConfig) else None
             mass = first_token_mass(q, k, window=window, query_chunk=self.query_chunk)
         wide = h.to(torch.promote_types(h.dtype, torch.float32))
