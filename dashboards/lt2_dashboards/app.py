@@ -86,7 +86,7 @@ def _add_api(app: FastAPI, source: Source) -> None:
     @app.get("/api/steps/{step_id}")
     def step(request: Request, step_id: str) -> Response:
         found = read_step(source.storage, step_id, source.clock())
-        return answer(request, found | {"has_run": step_id in source.snapshot().index.runs})
+        return answer(request, found | {"has_run": bool(source.snapshot().runs([step_id]))})
 
     @app.get("/api/steps/{step_id}/attempts/{attempt}/log")
     def log(request: Request, step_id: str, attempt: int) -> Response:

@@ -13,9 +13,8 @@ import re
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_dashboards.queries import as_text
-from lt2_platform.results import flatten
 from lt2_platform.results_parts import read_many
+from lt2_platform.results_tables import as_text, flatten
 from lt2_platform.storage import Storage
 
 LOG_TAIL = 200_000  # bytes of a log that one answer carries

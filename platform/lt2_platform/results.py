@@ -29,8 +29,9 @@ from botocore.exceptions import BotoCoreError
 from lt2.config import ConfigError
 from lt2_platform import results_index as index_files
 from lt2_platform.results_curves import encode, last_written, rows_table
-from lt2_platform.results_index import Index, RunInfo
+from lt2_platform.results_index import Index
 from lt2_platform.results_parts import list_parts, part_name, read_curves, read_parts, write_curves
+from lt2_platform.results_tables import RunInfo, flatten
 from lt2_platform.storage import Storage
 
 __all__ = ["Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
@@ -243,17 +244,6 @@ def _check_same_config(run_id: str, old: dict[str, Any], new: dict[str, Any]) ->
     changed = [f"{key} {differs['old'].get(key)!r} → {differs['new'].get(key)!r}" for key in differs["old"]]
     if changed:
         raise ConfigError(f"run {run_id} exists with another config ({', '.join(changed[:4])}); use another run id")
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level with dotted keys; lists stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -39,12 +39,12 @@ def curves(
     `x` is the step or the hours since the run started, `log` a logarithmic value axis, `smooth` the half-life, in
     points, of an exponential moving average drawn instead of the raw mean.
     """
-    known = source.snapshot().index.runs
+    known = source.snapshot().runs(runs)
     if unknown := [run for run in runs if run not in known]:
         raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
     series, rows, notes, empty = [], [], [], []
     for position, run in enumerate(runs):
-        loaded = source.curves(run)
+        loaded = source.curves(known[run])
         notes += [f"{problem}" for problem in loaded.skipped]
         curve = loaded.table.filter(pc.field("metric") == metric)
         if curve.num_rows == 0:

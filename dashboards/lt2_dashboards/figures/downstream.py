@@ -34,12 +34,11 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
 
 def _ours(snapshot: Snapshot, runs: list[str] | None) -> dict[str, list[float | None]]:
     """Run -> [perplexity, eight accuracies in percent, average], newest run first."""
-    known = snapshot.index.runs
-    if unknown := [run for run in runs or [] if run not in known]:
+    if runs is not None and (unknown := [run for run in runs if run not in snapshot.runs(runs)]):
         raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
     found = snapshot.query(
-        "SELECT run, task, metric, value FROM evals WHERE value IS NOT NULL "
-        "AND (list_contains(?, task) OR name = 'perplexity')",
+        "SELECT e.run, task, metric, value FROM evals e JOIN runs USING (run) WHERE value IS NOT NULL "
+        "AND (list_contains(?, task) OR name = 'perplexity') ORDER BY created DESC, e.run, e.rowid",
         [list(TASKS)],
     )
     numbers: dict[str, dict[str, float]] = {}
@@ -57,7 +56,7 @@ def _ours(snapshot: Snapshot, runs: list[str] | None) -> dict[str, list[float | 
         for task in NORMALISED:
             if f"acc {task}" in scores:
                 scores.setdefault(task, scores[f"acc {task}"])
-    wanted = runs or sorted((run for run in numbers if run in known), key=lambda run: -known[run].created)
+    wanted = runs or list(numbers)
     rows = {run: [numbers.get(run, {}).get(name) for name in ("ppl", *TASKS)] for run in wanted[:MAX_RUNS]}
     kept = {run: row for run, row in rows.items() if runs or any(value is not None for value in row[1:])}
     return {run: [*row, _mean(row[1:])] for run, row in kept.items()}

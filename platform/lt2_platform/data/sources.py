@@ -24,7 +24,7 @@ MAX_UNITS = 10_000
 
 _FORMATS = {
     ".txt": "text", ".text": "text", ".md": "text", ".py": "text",
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
 _COMPRESSIONS = {".zst": "zstd", ".zstd": "zstd", ".gz": "gzip"}
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
