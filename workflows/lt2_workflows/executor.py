@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import secrets
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
@@ -31,8 +33,9 @@ from lt2_workflows.records import TTL_S, Events, Watch, describe_holder, read_do
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
 
-# Infrastructure errors do not count against a step's retries, but a step that only ever kills its worker must end.
-MAX_INFRASTRUCTURE_RETRIES = 20
+# Infrastructure errors do not count against a step's retries, but a step that only ever kills its worker must end:
+# so many in all, and so many in a row that got nowhere.
+MAX_LOST, MAX_LOST_WITHOUT_PROGRESS = 100, 4
 STOP_GRACE_S = 20.0
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
@@ -138,7 +141,7 @@ def _run_graph(driver: Driver, steps: Mapping[str, Step]) -> dict[str, Outcome]:
 
 def _drive(driver: Driver, step: Step) -> Outcome:
     """Attempt a step until it is done, its retries are used up, or the driver stops."""
-    failures = lost = 0
+    failures = lost = lost_in_a_row = 0
     watch = Watch(driver.storage, step.folder)
     ran = False
     while True:
@@ -164,12 +167,14 @@ def _drive(driver: Driver, step: Step) -> Outcome:
             return Outcome("interrupted", attempt)
         infrastructure = code in (INFRASTRUCTURE, INTERRUPTED)
         lost += infrastructure
+        lost_in_a_row = lost_in_a_row + 1 if infrastructure and not details.get("progressed") else 0
         failures += not infrastructure
-        if failures > step.config.resources.retries or lost > MAX_INFRASTRUCTURE_RETRIES:
+        given_up = lost >= MAX_LOST or lost_in_a_row >= MAX_LOST_WITHOUT_PROGRESS
+        if failures > step.config.resources.retries or given_up:
             driver.tell(step, "failed", attempt=attempt, error=error, log=log)
             return Outcome("failed", attempt, error, log)
         driver.tell(step, "retry", attempt=attempt, error=error, log=log, infrastructure=infrastructure)
-        driver.stopping.wait(min(30.0, 2.0 ** (failures + lost - 1)))
+        driver.stopping.wait(2.0 ** min(5, failures + lost_in_a_row - 1))
 
 
 def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Outcome:
@@ -225,18 +230,23 @@ def _attempt(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, An
         child.stdin.write(json.dumps(job) + "\n")
         child.stdin.flush()
     last: dict[str, Any] = {}
+    progressed = False
     for event in _events(driver, child):
-        if event["event"] in ("started", "progress"):
-            driver.tell(step, event.pop("event"), **event)
+        kind = event.pop("event")
+        progressed |= kind == "progress"
+        if kind in ("started", "progress"):
+            driver.tell(step, kind, **event)
         else:
             last = event
     code = child.wait()
     with suppress(BrokenPipeError):
         child.stdin.close()
-    if code >= 0:
-        return code, last or {"error": f"the process ended with code {code} before it could say why"}
-    name = signal.Signals(-code).name
-    return FAILED if -code in CRASHES else INFRASTRUCTURE, {"error": f"the process was ended by {name}"}
+    if code < 0:
+        last = {"error": f"the process was ended by {signal.Signals(-code).name}"}
+        code = FAILED if -code in CRASHES else INFRASTRUCTURE
+    elif not last:
+        last = {"error": f"the process ended with code {code} before it could say why"}
+    return code, last | {"progressed": progressed}
 
 
 def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
@@ -275,24 +285,37 @@ def _ray_for(pending: list[Step]) -> Iterator[dict[str, str]]:
 
     One Ray for all steps, so that branches running side by side share the machine's CPUs instead of each taking all.
     """
-    environment = dict(os.environ)
-    if "RAY_ADDRESS" in environment or not any(step.config.uses_ray for step in pending):
-        yield environment
+    if "RAY_ADDRESS" in os.environ or not any(step.config.uses_ray for step in pending):
+        yield dict(os.environ)
         return
+    folder = Path(tempfile.mkdtemp(prefix="lt2-ray-"))
+    # Ray listens on every interface. A token of this run's own, since one in the home folder would be adopted silently
+    # by some processes and not by others.
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ.update(settings)  # before Ray is imported: it reads them once
     import ray
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    on_terminate = signal.getsignal(signal.SIGTERM)
     # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
     workers = max(step.config.resources.num_workers for step in pending)
-    folder = tempfile.mkdtemp(prefix="lt2-ray-")
     cpus = max(os.cpu_count() or 1, workers + 1)
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="warning",
+        _temp_dir=str(folder),
+    )
     if in_main_thread:
         signal.signal(signal.SIGTERM, on_terminate)  # ray.init put its own in place
     try:
-        environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        yield environment
+        yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
