@@ -104,6 +104,7 @@ class DeltaProduct(nn.Module):
         initial_state = None if cache is None else cache["state"]
         o, state = gated_delta_rule(**inputs, initial_state=initial_state, output_final_state=True, reset=reset)
         if cache is not None:
+            assert state is not None
             cache["state"].copy_(state)
 
         o = o.unflatten(1, (L, n))[:, :, -1]

@@ -151,7 +151,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
     rates = list(dict.fromkeys(run["lr"] for run in runs))
     figure, axes = pyplot.subplots(2, len(rates), figsize=(6 * len(rates), 7), squeeze=False, sharex=True)
-    colors = dict(zip(MIXERS, pyplot.get_cmap("tab10").colors))
+    colors = {mixer: f"C{index}" for index, mixer in enumerate(MIXERS)}
     for run in runs:
         column = rates.index(run["lr"])
         label = f"{run['mixer']} ({len(run['loss_spikes'])}/{len(run['grad_spikes'])})"

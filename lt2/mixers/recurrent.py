@@ -41,6 +41,7 @@ def run_linear_attention(
         return recurrent_step_(q[:, 0], k[:, 0], v[:, 0], step_g, None, cache["state"], scale=scale)[:, None]
     k, g = mask_update(k, g, seq)
     o, state = gated_linear_attention(q, k, v, g, scale=scale, initial_state=cache["state"], output_final_state=True)
+    assert state is not None
     cache["state"].copy_(state)
     return o
 
@@ -65,6 +66,7 @@ def run_delta_rule(
         return recurrent_step_(q[:, 0], k[:, 0], v[:, 0], step_g, beta[:, 0], cache["state"])[:, None]
     k, g = mask_update(k, g, seq)
     o, state = gated_delta_rule(q, k, v, g, beta, initial_state=cache["state"], output_final_state=True)
+    assert state is not None
     cache["state"].copy_(state)
     return o
 

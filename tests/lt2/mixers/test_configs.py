@@ -32,6 +32,10 @@ BAD = {
     "window": ({"type": "window", "window": 0}, ["window is 0", "at least 1"]),
     "full heads": ({"type": "full", "num_heads": 3}, ["num_heads 3", "dim 32"]),
     "full kv": ({"type": "full", "num_heads": 4, "num_kv_heads": 3}, ["num_kv_heads 3", "num_heads 4"]),
+    "nsa group": ({"type": "nsa"}, ["2 query heads over 1 KV heads", "power of two >= 16"]),
+    "nsa window": ({"type": "nsa", "backend": "torch", "window": 0}, ["window is 0", "at least 1"]),
+    "dsa top_k": ({"type": "dsa", "top_k": 4096}, ["top_k 4096", "max_seq_len 4096"]),
+    "mla rope": ({"type": "mla", "rope_head_dim": 3}, ["rope_head_dim is 3", "even"]),
     "gate without SDPA": ({"type": "gla", "gate": "headwise"}, ["gate", "unknown key"]),
     "unknown type": ({"type": "retnt"}, ["'retnt'", "did you mean 'retnet'"]),
 }
