@@ -22,22 +22,24 @@ def init_weights(model: LoopedLM, seed: int = 42) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
+            reset = getattr(module, "reset_parameters", None)
             if isinstance(module, nn.Linear):
                 truncated_normal(module.weight, module.in_features**-0.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 truncated_normal(module.weight, config.dim**-0.5)
-            elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            elif reset is not None:
+                reset()
         if model.rho is not None:
             nn.init.zeros_(model.rho)
         for depth, block in enumerate(model.blocks):
             for name, module in block.named_modules():
-                if hasattr(module, "init_special"):
-                    module.init_special()
-                into_stream = isinstance(module, nn.Linear) and name.rpartition(".")[2] in ("o_proj", "down_proj")
-                if config.global_depth_init and into_stream:
+                special = getattr(module, "init_special", None)
+                if special is not None:
+                    special()
+                into_stream = name.rpartition(".")[2] in ("o_proj", "down_proj")
+                if config.global_depth_init and into_stream and isinstance(module, nn.Linear):
                     module.weight.mul_((2 * (depth + 1)) ** -0.5)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class Block(nn.Module):
         h = h + self.ffn_post_norm(self.ffn(self.ffn_norm(h)))
         return h, aux
 
-    def remember(self, h: Tensor, spec: MixerConfig, seq: SequenceInfo, cache: LayerCache) -> None:
+    def remember(self, h: Tensor, spec: MixerConfig, seq: SequenceInfo, cache: LayerCache | None) -> None:
         """Write the cache as `forward` would, without computing the output state."""
         self.mixers[spec.weights](self.mixer_norm(h), spec, seq, cache)
 
@@ -110,7 +111,7 @@ class LoopedLM(nn.Module):
         for loop, specs in enumerate(schedule):
             h_in = h
             halted = cache is not None and depth.all_halted(seq.valid)
-            for layer, (block, spec) in enumerate(zip(self.blocks, specs)):
+            for layer, (block, spec) in enumerate(zip(cast(list[Block], self.blocks), specs)):
                 state = cache.layers[loop][layer] if cache is not None else None
                 entry = depth.entry(layer, h)
                 if halted:

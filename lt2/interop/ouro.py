@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lt2.config import ConfigError, ExitGate, ModelConfig
+from lt2.config import ConfigError, ExitGate, ModelConfig, UniformLayout
 from lt2.interop.shards import write_safetensors
+from lt2.mixer_configs import FullConfig
 from lt2.model import LoopedLM
 
 _TOP = {
@@ -98,20 +99,21 @@ def config_to_ouro(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: naming what this model has that Ouro has not.
     """
-    mixer = config.layout.mixer if config.layout.type == "uniform" else None
+    mixer = config.layout.mixer if isinstance(config.layout, UniformLayout) else None
+    full = mixer if isinstance(mixer, FullConfig) else None
     needs = {
-        "a uniform layout of full attention": mixer is not None and mixer.type == "full",
+        "a uniform layout of full attention": full is not None,
         "norm_each_loop": config.norm_each_loop,
         "sandwich_norm": config.sandwich_norm,
         "loop_residual off": not config.loop_residual,
         "an exit gate": isinstance(config.halting, ExitGate),
     }
-    plain = mixer is not None and not (getattr(mixer, "gate", None) or getattr(mixer, "qk_norm", False))
-    needs["attention with rotary positions, no output gate and no q/k norm"] = plain and getattr(mixer, "rope", False)
+    plain = full is not None and full.rope and full.gate is None and not full.qk_norm
+    needs["attention with rotary positions, no output gate and no q/k norm"] = plain
     missing = [name for name, met in needs.items() if not met]
-    if missing:
+    if missing or full is None or not isinstance(config.halting, ExitGate):
         raise ConfigError(f"not an Ouro architecture, which needs {'; '.join(missing)}")
-    heads, kv_heads, head_dim = mixer.heads(config.dims)
+    heads, kv_heads, head_dim = full.heads(config.dims)
     return {
         "architectures": ["OuroForCausalLM"],
         "model_type": "ouro",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from lt2.cache import Cache
 from lt2.config import ConfigError, ModelConfig

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,10 +29,11 @@ def share_projections(mixers: nn.ModuleDict) -> None:
 
     Does nothing unless the layer holds both softmax attention and a mixer with a fused `qkv_proj`.
     """
-    fused = [mixer for mixer in mixers.values() if hasattr(mixer, "qkv_proj")]
+    fused: list[Any] = [mixer for mixer in mixers.values() if hasattr(mixer, "qkv_proj")]
     if "softmax" not in mixers or len(fused) != 1:
         return
-    attention, (other,) = mixers["softmax"], fused
+    attention: Any = mixers["softmax"]
+    (other,) = fused
     H, K, V = other.heads
     spans = {"q_proj": (0, H * K), "k_proj": (H * K, 2 * H * K), "v_proj": (2 * H * K, H * (2 * K + V))}
     for name, (start, stop) in spans.items():
