@@ -22,37 +22,54 @@ BACKENDS = ("auto", "torch", "fla")
 HALF = (torch.bfloat16, torch.float16)
 HOPPER = (9, 0)
 
+_announced: set[tuple[str, str, str, str]] = set()
+
 
 def backend_for(op: str, tensor: Tensor, requested: str = "auto") -> str:
     """Return "torch" or "fla" for a recurrent op on `tensor`'s device and dtype.
 
     Raises ValueError for an unknown `requested`, or for "fla" where its kernels cannot run.
     """
-    if requested not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
-    if requested == "torch":
-        return "torch"
-    obstacle = _fla_obstacle(tensor.device.type, tensor.dtype)
-    if obstacle and requested == "fla":
-        raise ValueError(f"backend 'fla' cannot run {op}: {obstacle}")
-    backend = "torch" if obstacle else "fla"
-    announce(op, tensor.device.type, backend, obstacle if tensor.is_cuda else "")
-    return backend
+    return _recurrent_backend(op, tensor.device.type, tensor.dtype, requested)
 
 
 def attention_backend(op: str, tensor: Tensor) -> str:
     """Return "flash_attn", "varlen" (torch's own flash kernels) or "torch" for a softmax op on `tensor`'s device and
     dtype."""
-    backend = "torch"
-    if tensor.is_cuda and tensor.dtype in HALF:
-        backend = "flash_attn" if _installed("flash_attn") else "varlen" if _has_varlen() else "torch"
-    announce(op, tensor.device.type, backend)
+    return _attention_backend(op, tensor.device.type, tensor.dtype)
+
+
+# Under torch.compile the choice is made once, while tracing: tracing through it would break the graph at the logging.
+@torch.compiler.assume_constant_result
+def _recurrent_backend(op: str, device: str, dtype: torch.dtype, requested: str) -> str:
+    if requested not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if requested == "torch":
+        return "torch"
+    obstacle = _fla_obstacle(device, dtype)
+    if obstacle and requested == "fla":
+        raise ValueError(f"backend 'fla' cannot run {op}: {obstacle}")
+    backend = "torch" if obstacle else "fla"
+    announce(op, device, backend, obstacle if device == "cuda" else "")
     return backend
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
+def _attention_backend(op: str, device: str, dtype: torch.dtype) -> str:
+    backend = "torch"
+    if device == "cuda" and dtype in HALF:
+        backend = "flash_attn" if _installed("flash_attn") else "varlen" if _has_varlen() else "torch"
+    announce(op, device, backend)
+    return backend
+
+
+@torch.compiler.assume_constant_result
 def announce(op: str, device: str, backend: str, reason: str = "") -> None:
     """Log a choice the first time it is made; a slow choice on CUDA is a warning that names its reason."""
+    choice = (op, device, backend, reason)
+    if choice in _announced:
+        return
+    _announced.add(choice)
     level = logging.WARNING if reason else logging.INFO
     log.log(level, "%s on %s: %s%s", op, device, backend, f" ({reason})" if reason else "")
 

@@ -11,10 +11,9 @@ from lt2.ops import dispatch
 @pytest.fixture(autouse=True)
 def _fresh_choices(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch.announce.cache_clear()
+    monkeypatch.setattr(dispatch, "_announced", set())
     dispatch.scalar_gate_backward_is_broken.cache_clear()
     yield
-    dispatch.announce.cache_clear()
     dispatch.scalar_gate_backward_is_broken.cache_clear()
 
 
@@ -77,3 +76,13 @@ def test_startup_problems_name_their_fix(monkeypatch):
     _pretend(monkeypatch, capability=(9, 0), triton=(0, 0, 0), installed=("flash_attn",))
     (missing,) = dispatch.startup_problems()
     assert "install the `cuda` extra" in missing
+
+
+def test_a_choice_does_not_break_a_compiled_graph(caplog):
+    def double(x):
+        return 2 * x if dispatch.backend_for("gated_delta_rule", x) == "torch" else x
+
+    with caplog.at_level(logging.INFO, logger="lt2.ops"):
+        compiled = torch.compile(double, fullgraph=True, backend="eager")
+        assert compiled(torch.ones(1)).item() == 2
+    assert "gated_delta_rule on cpu: torch" in [r.message for r in caplog.records]
