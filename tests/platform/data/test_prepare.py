@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from lt2.config import ConfigError
 from lt2_platform.data import sources
 from lt2_platform.data.pack import START, document_hash, entropy, holdout_threshold, join_documents, pack
 from lt2_platform.data.prepare import PrepareConfig, prepare
@@ -214,3 +215,20 @@ def test_s3_in_and_out(prepared, corpus, s3_root, tmp_path):
     found = {name: hashlib.sha256(storage.read_bytes(f"out/{name}")).hexdigest() for name in names}
     assert found == {name: local[name] for name in names}
     assert storage.list("out") == ["manifest.json", "train", "validation"]
+
+
+def test_errors_of_tasks_arrive_as_they_are(local_ray, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "ok"}\n' + json.dumps({"text": "x" * 1000}) + "\n")
+    config = PrepareConfig(source=f"{tmp_path}/x.jsonl", seq_len=31, shard_sequences=16)
+    with pytest.raises(ConfigError, match=r"^document .*/x\.jsonl row 1 has 1,002 tokens, more than a shard holds"):
+        prepare(config, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_inside_a_step_of_a_job(prepared, corpus, tmp_path):
+    """A workflow's step is itself a Ray task, without a CPU of its own."""
+    import ray
+
+    config = PrepareConfig(source=str(corpus[0]), **CONFIG)
+    ray.get(ray.remote(num_cpus=0)(prepare).remote(config, str(tmp_path / "out")), timeout=120)
+    assert content(tmp_path / "out") == content(prepared[0])
