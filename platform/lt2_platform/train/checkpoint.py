@@ -111,7 +111,7 @@ def latest(folder: str) -> str | None:
     training again from the start must be somebody's decision.
     """
     storage = Storage(folder)
-    names = _gather(complete(folder))[0]  # rank 0's listing: every rank must walk the same one
+    names = from_rank_zero(complete(folder))  # every rank must walk the same listing
     for name in reversed(names):
         problems = [p for part in _gather(damage(storage.join(name), _rank(), _world_size())) for p in part]
         if not problems:
@@ -280,6 +280,11 @@ def _world_size() -> int:
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def from_rank_zero(value: Any) -> Any:
+    """Rank 0's `value`, on every rank. Collective."""
+    return _gather(value)[0]
 
 
 def _gather(value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = "progress.json"
 PROGRESS_SECONDS = 0.5
+REPORT_SECONDS = 5.0  # Ray takes one report in two seconds and blocks the loop for more
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ def run(spec: WorkerSpec, *, report: Callable[[dict[str, Any]], None] | None = N
 
     Returns the final TrainState as {"step", "position", "tokens", "loss"}.
 
-    report, called on every rank after each checkpoint with {"step", "loss", "checkpoint"}, tells the launcher.
+    report({"step", "loss", "checkpoint"}) tells the launcher of a checkpoint. It is called on all ranks together, for
+    the last one and for others at least REPORT_SECONDS apart.
     """
     config, model_config = TrainConfig.model_validate(spec.train), ModelConfig.model_validate(spec.model)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -146,7 +149,7 @@ def _tokenizer_files(data: str) -> dict[str, bytes]:
 
 @dataclass
 class _Saver:
-    """Callback: a checkpoint when due, then one report about it."""
+    """Callback: a checkpoint when due, and now and then a report about it."""
 
     folder: str
     model_config: ModelConfig
@@ -154,6 +157,7 @@ class _Saver:
     tokenizer: dict[str, Any]
     tokenizer_files: dict[str, bytes]
     report: Callable[[dict[str, Any]], None] | None
+    reported: float = -math.inf
 
     def on_checkpoint(self, state: TrainState, model: LoopedLM, optimizer: torch.optim.Optimizer) -> None:
         uri = checkpoint.save(
@@ -167,7 +171,12 @@ class _Saver:
             train=self.config.model_dump(mode="json"),
             keep=self.config.keep_checkpoints,
         )
-        if self.report is not None:
+        if self.report is None:
+            return
+        # Rank 0's clock decides, because a report waits for all ranks.
+        last = state.step == self.config.steps
+        if checkpoint.from_rank_zero(last or time.monotonic() - self.reported >= REPORT_SECONDS):
+            self.reported = time.monotonic()
             self.report({"step": state.step, "loss": state.loss, "checkpoint": uri})
 
 

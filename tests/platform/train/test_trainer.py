@@ -1,0 +1,177 @@
+"""Pretraining through Ray Train: equal to the same worker on plain gloo ranks, whoever is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from lt2.config import ConfigError
+from lt2.training import NonFiniteLossError
+from lt2_platform.results import ResultsStore
+from lt2_platform.results_parts import list_parts
+from lt2_platform.storage import Storage
+from lt2_platform.train import checkpoint, worker
+from lt2_platform.train.trainer import PretrainConfig, pretrain
+from tests.platform.train.packed import MODEL, train_config, write_dataset
+from tests.platform.train.test_worker import losses, open_run
+from tests.ranks import PATHS, ROOT, run_ranks
+
+pytestmark = pytest.mark.ray
+
+STEPS = 160
+
+
+def config(**train) -> PretrainConfig:
+    fields = train_config(**{"steps": STEPS, "checkpoint_every": 20, "warmup_steps": 10} | train).model_dump()
+    return PretrainConfig.model_validate({"model": MODEL, "train": fields})
+
+
+def run(root, settings=None, **options):
+    return pretrain(
+        settings or config(),
+        data=str(root / "data"),
+        out=str(root / "run"),
+        run_id="run",
+        storage_root=str(root),
+        **{"num_workers": 2} | options,
+    )
+
+
+def rank_run(root):
+    return worker.run(open_run(Path(root), config()))
+
+
+# Ray's workers give way to everything else (nice 15) by default; on a busy machine a test would wait for minutes.
+LOCAL = {
+    "address": "local",
+    "num_cpus": 2,
+    "include_dashboard": False,
+    "log_to_driver": False,
+    "_system_config": {"worker_niceness": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    """The reference: two gloo ranks, no Ray, nobody killed."""
+    root = tmp_path_factory.mktemp("ranks")
+    write_dataset(root / "data")
+    run_ranks(rank_run, 2, str(root))
+    return root
+
+
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory):
+    # Unix sockets allow about 100 characters, so not pytest's own long folder.
+    ray.init(_temp_dir=f"/tmp/lt2-train-{os.getpid()}", **LOCAL)
+    yield
+    ray.shutdown()
+
+
+def assert_equal_runs(root, reference):
+    assert losses(root) == losses(reference)
+    ours, theirs = (checkpoint.load_model(str(place / "run"))[0].state_dict() for place in (root, reference))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def workers_of(pid):
+    """Process ids of the Ray Train workers among the descendants of `pid`, oldest first."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            name = Path(status.parent, "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(fields["Pid"])] = (int(fields["PPid"]), b"RayTrainWorker" in name)
+
+    def descends(child):
+        while child in parents and child != pid:
+            child = parents[child][0]
+        return child == pid
+
+    return sorted(child for child, (_, is_worker) in parents.items() if is_worker and descends(child))
+
+
+def test_a_killed_worker_changes_nothing(tmp_path, on_ranks, local_ray):
+    write_dataset(tmp_path / "data")
+    killed, seen = [], []
+
+    def kill_one():
+        while not checkpoint.complete(str(tmp_path / "run/checkpoints")):
+            time.sleep(0.005)
+        killed.append(workers_of(os.getpid())[-1])
+        os.kill(killed[0], signal.SIGKILL)
+
+    threading.Thread(target=kill_one, daemon=True).start()
+    summary = run(tmp_path, progress=seen.append)
+    assert killed
+    assert summary["step"] == STEPS
+    assert_equal_runs(tmp_path, on_ranks)
+    writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
+    assert writers == {"0001", "0002"}  # one per attempt: the kill did hit a training worker
+    assert seen[-1]["step"] == STEPS
+    assert seen[-1].keys() == {"step", "steps", "loss", "tokens_per_s", "eta_s"}
+    again = run(tmp_path)  # a finished run answers at once, without workers
+    assert again == summary
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+import ray
+from tests.platform.train.test_trainer import LOCAL, run
+ray.init(_temp_dir=sys.argv[2], **LOCAL)
+run(Path(sys.argv[1]))
+"""
+
+
+def test_a_killed_driver_changes_nothing_even_with_another_number_of_workers(tmp_path, on_ranks, local_ray):
+    write_dataset(tmp_path / "data")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+    command = [sys.executable, "-c", DRIVER, tmp_path, f"/tmp/lt2-driver-{os.getpid()}"]
+    driver = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not checkpoint.complete(str(tmp_path / "run/checkpoints")):
+            assert driver.poll() is None, "the driver ended by itself"
+            assert time.monotonic() < deadline, "no checkpoint after 120 s"
+            time.sleep(0.05)
+    finally:
+        driver.kill()
+        driver.wait()
+    while workers_of(driver.pid):
+        time.sleep(0.1)
+    assert not (tmp_path / "run/summary.json").exists()
+    newest = checkpoint.read_info(checkpoint.resolve(str(tmp_path / "run"))).state.step
+    assert run(tmp_path, num_workers=1)["step"] == STEPS
+    resumed, reference = losses(tmp_path), losses(on_ranks)
+    assert list(resumed) == list(reference)
+    assert [resumed[s] for s in range(1, newest + 1)] == [reference[s] for s in range(1, newest + 1)]
+    # Two ranks add in another order than one does, and training amplifies the last bit from step to step.
+    after = range(newest + 1, newest + 6)
+    assert [resumed[s] for s in after] == pytest.approx([reference[s] for s in after], rel=1e-4)
+
+
+def test_errors_that_no_retry_cures_are_raised_as_themselves(tmp_path, local_ray):
+    write_dataset(tmp_path / "data")
+    started = time.monotonic()
+    with pytest.raises(NonFiniteLossError, match="step 2"):
+        run(tmp_path, config(lr=1e30, grad_clip=None, warmup_steps=0), num_workers=1)
+    assert time.monotonic() - started < 60
+    assert ResultsStore(Storage(str(tmp_path))).run("run").state == "failed"
+
+
+def test_a_request_the_cluster_can_never_meet_fails_at_once(tmp_path, local_ray):
+    write_dataset(tmp_path / "data")
+    with pytest.raises(ConfigError, match="2 workers need 6 CPUs, the cluster has 2; lower num_workers or add nodes"):
+        run(tmp_path, cpus_per_worker=3)
+    with pytest.raises(ConfigError, match="1 workers need 1 GPUs, the cluster has 0"):
+        run(tmp_path, num_workers=1, use_gpu=True)
