@@ -116,12 +116,3 @@ def start(
     if config is None or head is None:
         return EveryLoop()
     return Adaptive(config, head, h, training=training)
-
-
-def expected_exit_loss(losses: Tensor, weights: Tensor, *, entropy_weight: float) -> Tensor:
-    """Ouro's gate objective per token: sum_t p_t loss_t - entropy_weight · H(p) (Zhu et al. 2025, stage I).
-
-    losses and weights: (..., T), the loss after each loop and the gate's distribution over loops. Returns (...).
-    """
-    entropy = -torch.special.xlogy(weights, weights).sum(-1)
-    return (weights * losses).sum(-1) - entropy_weight * entropy

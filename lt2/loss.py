@@ -150,7 +150,7 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, au
     Every entry of the model's `aux` is a loss already weighted by the model's config (indexer KL, ponder cost); it is
     added per token, so that it weighs the same whatever the micro-batch size. With `document_mask` the document ids
     go to the model and nothing crosses a document boundary; without `auxiliary` (evaluation) aux is left out.
-    Metrics: `ce` (without z-loss and aux) and each aux.
+    Metrics: `ce` (without z-loss and aux), each aux, and `mean_loops` of a model that halts per token.
     """
 
     def objective(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -160,6 +160,9 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, au
         result = chunked_cross_entropy(output.hidden.flatten(0, 1), model.head_weight, targets.flatten(), z_loss=z_loss)
         aux = {name: value * result.n_tokens for name, value in output.aux.items() if auxiliary}
         loss = result.loss + sum(aux.values())
-        return loss, result.n_tokens, {"ce": result.ce, **{name: value.detach() for name, value in aux.items()}}
+        metrics = {"ce": result.ce, **{name: value.detach() for name, value in aux.items()}}
+        if output.loops_used is not None:
+            metrics["mean_loops"] = output.loops_used.float().mean() * result.n_tokens
+        return loss, result.n_tokens, metrics
 
     return objective

@@ -110,7 +110,7 @@ class LoopedLM(nn.Module):
         aux: dict[str, Tensor] = {}
         for loop, specs in enumerate(schedule):
             h_in = h
-            halted = cache is not None and depth.all_halted(seq.valid)
+            halted = cache is not None and loop > 0 and depth.all_halted(seq.valid)
             for layer, (block, spec) in enumerate(zip(cast(list[Block], self.blocks), specs)):
                 state = cache.layers[loop][layer] if cache is not None else None
                 entry = depth.entry(layer, h)

@@ -11,6 +11,7 @@ class Output:
     hidden: torch.Tensor
     loops: list | None = None
     aux: dict = field(default_factory=dict)
+    loops_used: torch.Tensor | None = None
 
 
 class Block(nn.Module):

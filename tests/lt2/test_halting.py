@@ -7,13 +7,22 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from lt2.halting import expected_exit_loss
+from lt2.loss import next_token_objective
 from lt2.model import LoopedLM
+from lt2.training import Batch
 from tests.lt2.tiny import FULL, HYBRID, WINDOW_GDN, config, model, tokens
 
 ACT = {"type": "act", "epsilon": 0.2}
 GATE = {"type": "exit_gate", "threshold": 0.6}
 LAYOUTS = {"full": FULL, "hybrid": HYBRID, "window+gdn": WINDOW_GDN}
+MIXERS = {
+    "nsa": {"backend": "torch", "block_size": 4, "num_blocks": 4, "window": 3},
+    "dsa": {"top_k": 4, "index_rope_dim": 4, "index_dim": 8, "index_heads": 2},
+    "mla": {"kv_rank": 8, "rope_head_dim": 4},
+    "mamba2": {"head_dim": 8, "d_state": 4},
+    **dict.fromkeys(("kda", "deltanet", "hgrn2", "gla", "retnet", "la"), {}),
+}
+LAYOUTS |= {name: {"type": "uniform", "mixer": {"type": name, **fields}} for name, fields in MIXERS.items()}
 
 
 def set_bias(net: LoopedLM, value: float) -> LoopedLM:
@@ -196,18 +205,19 @@ def test_a_fully_halted_batch_skips_the_ffn_of_later_loops():
     assert len(calls) == 1
 
 
-def test_expected_exit_loss_against_its_formula():
-    losses = torch.tensor([[2.0, 1.0, 0.5]], dtype=torch.float64)
-    uniform = torch.full((1, 3), 1 / 3, dtype=torch.float64)
-    value = expected_exit_loss(losses, uniform, entropy_weight=0.1)
-    assert value.item() == pytest.approx(3.5 / 3 - 0.1 * torch.tensor(3.0).double().log().item(), abs=1e-12)
-    certain = torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64)
-    assert expected_exit_loss(losses, certain, entropy_weight=0.1).item() == 1.0
-
-
 @pytest.mark.parametrize(
     "halting", [{"type": "act", "epsilon": 1.0}, {"type": "exit_gate", "threshold": 0.0}, {"type": "exit_gate", "q": 1}]
 )
 def test_bad_settings_fail_at_validation(halting: dict):
     with pytest.raises(ValidationError):
         config(halting=halting)
+
+
+def test_training_logs_the_mean_number_of_loops():
+    net = model(halting=ACT).train()
+    ids = tokens(2, 8)
+    _, n_tokens, metrics = next_token_objective()(net, Batch(tokens=ids))
+    used = net(ids[:, :-1]).loops_used.double().mean().item()
+    assert 1 < used < 3
+    assert metrics["mean_loops"].item() / n_tokens.item() == pytest.approx(used, rel=1e-6)
+    assert metrics["ponder"].item() > 0
