@@ -18,6 +18,8 @@ from lt2_platform.results_tables import Eval, Tables
 from lt2_platform.storage import Storage
 
 FRESH_SECONDS = 0.5  # one page asks several questions at once; the store is listed once for all of them
+# SQL: which evaluation rows are a validation perplexity
+PERPLEXITY = "(name IN ('validation', 'perplexity') AND metric IN ('perplexity', 'ppl'))"
 CACHED_CURVES = 64  # about 1 MB each
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import PATTERNS, RATIOS
-from lt2_dashboards.queries import Source
+from lt2_dashboards.queries import PERPLEXITY, Source
 
 
 def hybrid(source: Source, *, by: Literal["ratio", "pattern"] = "ratio") -> Figure:
@@ -45,7 +45,7 @@ def hybrid(source: Source, *, by: Literal["ratio", "pattern"] = "ratio") -> Figu
 def _ours(source: Source, by: str) -> list[tuple[str, str, float]]:
     found = source.snapshot().query(
         "SELECT e.run, any_value(e.value), map_from_entries(list((c.key, c.text))) FROM evals e JOIN config c "
-        "ON c.run = e.run WHERE e.name = 'perplexity' AND e.value IS NOT NULL AND contains(c.key, 'layout.') "
+        f"ON c.run = e.run WHERE {PERPLEXITY} AND e.value IS NOT NULL AND contains(c.key, 'layout.') "
         "GROUP BY e.run ORDER BY e.run"
     )
     result = []

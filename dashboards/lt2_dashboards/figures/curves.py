@@ -13,6 +13,7 @@ from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.queries import Source
 from lt2_platform.results_curves import refit
 
+MIN_POINTS_TO_CUT = 100
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
 TITLES = {
     "loss": "Training loss (nats per token)",
@@ -33,11 +34,13 @@ def curves(
     x: Literal["step", "time"] = "step",
     log: bool = False,
     smooth: int = 0,
+    full: bool = False,
 ) -> Figure:
     """A metric over training, one line per run: bucket means, with the range of each bucket behind a few lines.
 
     `x` is the step or the hours since the run started, `log` a logarithmic value axis, `smooth` the half-life, in
-    points, of an exponential moving average drawn instead of the raw mean.
+    points, of an exponential moving average drawn instead of the raw mean. Unless `full`, the value axis of a loss ends
+    where the loss is after the first 3 % of training, so that later differences can be seen.
     """
     known = source.snapshot().runs(runs)
     if unknown := [run for run in runs if run not in known]:
@@ -58,8 +61,13 @@ def curves(
             notes.append(f"{run}: {bad:,} values are NaN or infinite and not drawn.")
     if empty and len(empty) < len(runs):
         notes.append(f"Not logged by {', '.join(empty[:5])}{' and others' if len(empty) > 5 else ''}.")
+    top = None if full or log or "loss" not in metric else _top(series)
+    if top is not None:
+        notes.append("The start of training is above the axis; `full` shows it.")
     title = TITLES.get(metric, metric)
-    return Figure(title, _option(series, metric, x, log), ["run", "step", "hours", "min", "mean", "max"], rows, notes)
+    return Figure(
+        title, _option(series, metric, x, log, top), ["run", "step", "hours", "min", "mean", "max"], rows, notes
+    )
 
 
 def _table(run: str, curve: pa.Table, start: float) -> list[list[Any]]:
@@ -90,6 +98,17 @@ def _lines(
     return [below, range_, line]
 
 
+def _top(series: list[dict[str, Any]]) -> float | None:
+    """The end of the value axis that leaves out the start of training, or None if that would gain little."""
+    lines = [[value for _, value in line["data"] if value is not None] for line in series if "band" not in line]
+    long = [values for values in lines if len(values) >= MIN_POINTS_TO_CUT]
+    if not long or len(long) < len(lines):
+        return None
+    after_start = max(max(values[len(values) * 3 // 100 :]) for values in long)
+    low, high = min(min(values) for values in long), max(max(values) for values in long)
+    return rounded(after_start) if after_start - low < 0.6 * (high - low) else None
+
+
 def _smoothed(values: np.ndarray, half_life: int) -> list[float]:
     """Exponential moving average without the bias of its start; NaN leaves a gap and does not spread."""
     if half_life <= 0:
@@ -102,10 +121,11 @@ def _smoothed(values: np.ndarray, half_life: int) -> list[float]:
     return out
 
 
-def _option(series: list[dict[str, Any]], metric: str, x: str, log: bool) -> dict[str, Any]:
+def _option(series: list[dict[str, Any]], metric: str, x: str, log: bool, top: float | None) -> dict[str, Any]:
+    end = {} if top is None else {"max": top, "axisLabel": {"showMaxLabel": False}}
     return {
         "xAxis": {"type": "value", "name": "step" if x == "step" else "hours", "max": "dataMax"},
-        "yAxis": {"type": "log" if log else "value", "scale": metric != "lr"},
+        "yAxis": {"type": "log" if log else "value", "scale": metric != "lr", **end},
         "series": series,
         "tooltip": {"trigger": "axis"},
         "empty": None if series else f"No run shown here has logged {metric!r}.",

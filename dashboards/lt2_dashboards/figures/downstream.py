@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lt2.config import ConfigError
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.paper import DOWNSTREAM, TASK_LABELS, TASKS
-from lt2_dashboards.queries import Snapshot, Source
+from lt2_dashboards.queries import PERPLEXITY, Snapshot, Source
 
 MAX_RUNS = 40  # newest first
 NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is the customary number
@@ -38,7 +38,7 @@ def _ours(snapshot: Snapshot, runs: list[str] | None) -> dict[str, list[float | 
         raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
     found = snapshot.query(
         "SELECT e.run, task, metric, value FROM evals e JOIN runs USING (run) WHERE value IS NOT NULL "
-        "AND (list_contains(?, task) OR name = 'perplexity') ORDER BY created DESC, e.run, e.rowid",
+        f"AND (list_contains(?, task) OR {PERPLEXITY}) ORDER BY created DESC, e.run, e.rowid",
         [list(TASKS)],
     )
     numbers: dict[str, dict[str, float]] = {}

@@ -96,11 +96,13 @@ export function figure(name, options = {}) {
   return self;
 }
 
+const isNumeric = (rows, index) => typeof rows.find((row) => row[index] !== null && row[index] !== undefined)?.[index] === "number";
+
 export function numbers({ columns, rows }) {
   const shown = rows.slice(0, TABLE_ROWS);
   return [
     h("table", { class: "numbers" },
-      h("thead", {}, h("tr", {}, columns.map((column) => h("th", { scope: "col" }, column)))),
+      h("thead", {}, h("tr", {}, columns.map((column, index) => h("th", { scope: "col", class: isNumeric(shown, index) ? "num" : "" }, column)))),
       h("tbody", {}, shown.map((row) => h("tr", {}, row.map((value, column) => h("td", { class: typeof value === "number" ? "num" : "" },
         columns[column] === "run" ? h("a", { href: `/runs/${value}` }, value) : number(value, 6))))))),
     rows.length > TABLE_ROWS ? h("p", { class: "quiet-note" }, `The first ${TABLE_ROWS} of ${rows.length.toLocaleString("en")} rows; CSV has all of them.`) : null,

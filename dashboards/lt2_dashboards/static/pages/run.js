@@ -1,7 +1,7 @@
 // One run: where it stands, its curves, its settings, what it was evaluated to.
 
 import { poll } from "../api.js";
-import { figure } from "../chart.js";
+import { figure, numbers } from "../chart.js";
 import { curveControls, curveParams } from "../controls.js";
 import { facts, fill, h, notice, status } from "../dom.js";
 import { ago, date, duration, number } from "../format.js";
@@ -77,9 +77,8 @@ export function runPage(main, run) {
     if (!body.evals.length) return null;
     const extra = [...new Set(body.evals.flatMap((row) => Object.keys(row)))].filter((key) => !["name", "task", "metric", "value"].includes(key));
     const columns = ["name", "task", "metric", "value", ...extra];
-    return h("section", { class: "panel wide" }, h("h2", {}, "Evaluations"), h("div", { class: "table-wrap", tabindex: "0" }, h("table", { class: "numbers" },
-      h("thead", {}, h("tr", {}, columns.map((column) => h("th", { scope: "col" }, column)))),
-      h("tbody", {}, body.evals.map((row) => h("tr", {}, columns.map((column) => h("td", { class: typeof row[column] === "number" ? "num" : "" }, row[column] === undefined ? "" : number(row[column]))))))))); 
+    const rows = body.evals.map((row) => columns.map((column) => row[column] ?? null));
+    return h("section", { class: "panel wide" }, h("h2", {}, "Evaluations"), h("div", { class: "table-wrap", tabindex: "0" }, numbers({ columns, rows })));
   }
 
   return { update: drawTiles, destroy() { stop(); for (const tile of tiles.values()) tile.destroy(); } };

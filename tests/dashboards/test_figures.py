@@ -1,0 +1,198 @@
+"""Figures: what is drawn is what is stored, and what the paper printed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from statistics import fmean
+
+import pytest
+
+from lt2.config import ConfigError
+from lt2_dashboards.export import static_html
+from lt2_dashboards.figures import FIGURES, Figure, draw
+from lt2_dashboards.figures.curves import curves
+from lt2_dashboards.figures.downstream import downstream
+from lt2_dashboards.figures.figure import describe
+from lt2_dashboards.figures.paper import DOWNSTREAM, PATTERNS, RATIOS, TASK_LABELS, TASKS
+from lt2_dashboards.queries import Source
+from lt2_platform.results import ResultsStore
+
+from .conftest import HOSTILE, add_run, body, layout
+
+
+@pytest.fixture(scope="module")
+def source(root) -> Source:
+    return Source(str(root))
+
+
+def lines(figure: Figure) -> dict[str, list]:
+    return {series["name"]: series["data"] for series in figure.option["series"] if "band" not in series}
+
+
+def test_a_curve_is_what_was_logged(source):
+    figure = curves(source, runs=["full-1", "hybrid-2"])
+    assert list(lines(figure)) == ["full-1", "hybrid-2"]
+    expected = [[step, pytest.approx(2 + 8 / step + 1e-3, rel=1e-5)] for step in range(1, 51)]
+    assert lines(figure)["full-1"] == expected
+    assert figure.columns == ["run", "step", "hours", "min", "mean", "max"]
+    assert len(figure.rows) == 100
+    assert figure.rows[0][4] == 2 + 8 + 1e-3  # the table has every digit
+
+
+def test_curve_over_time_and_smoothed(source):
+    by_time = lines(curves(source, runs=["full-1"], x="time"))["full-1"]
+    assert by_time[35] == [pytest.approx(36 / 3600, rel=1e-4), pytest.approx(2 + 8 / 36 + 1e-3, rel=1e-5)]
+    smooth = lines(curves(source, runs=["full-1"], smooth=1))["full-1"]
+    first, second = 2 + 8 + 1e-3, 2 + 4 + 1e-3
+    assert smooth[0][1] == pytest.approx(first)  # no pull towards zero at the start
+    assert smooth[1][1] == pytest.approx((0.5 * first + second) / 1.5, rel=1e-5)
+
+
+def test_values_that_cannot_be_drawn_are_counted(source):
+    figure = curves(source, runs=["gdn-3", "full-1"])
+    assert lines(figure)["gdn-3"][-1] == [11, None]
+    assert "gdn-3: 1 values are NaN or infinite and not drawn." in figure.notes
+    missing = curves(source, runs=["full-1", "gdn-3"], metric="nonsense")
+    assert missing.option["empty"] == "No run shown here has logged 'nonsense'."
+
+
+def test_long_curves_show_the_range_and_cut_off_the_start(tmp_path):
+    store = ResultsStore(Source(str(tmp_path)).storage)
+    with store.create_run("long", {"config": {}}) as writer:
+        for step in range(8_000):
+            writer.log(step, {"loss": 2 + 100 * math.exp(-step / 20) + (step % 4) * 0.1})
+    figure = curves(Source(str(tmp_path)), runs=["long"])
+    below, span, line = figure.option["series"]
+    assert (below["band"], span["band"]) == (True, True)
+    assert below["stack"] == span["stack"]
+    assert len(line["data"]) == len(span["data"]) <= 2_000
+    assert [value for _, value in span["data"]][-1] == pytest.approx(0.3)
+    assert [value for _, value in below["data"]][-1] == pytest.approx(2.0)
+    assert 2.1 < figure.option["yAxis"]["max"] < 3
+    assert any("above the axis" in note for note in figure.notes)
+    assert "max" not in curves(Source(str(tmp_path)), runs=["long"], full=True).option["yAxis"]
+    assert "max" not in curves(Source(str(tmp_path)), runs=["long"], log=True).option["yAxis"]
+
+
+def test_many_lines_have_fewer_points_each(tmp_path):
+    store = ResultsStore(Source(str(tmp_path)).storage)
+    for number in range(20):
+        with store.create_run(f"r{number}", {"config": {}}) as writer:
+            for step in range(1_500):
+                writer.log(step, {"loss": float(step)})
+    drawn = lines(curves(Source(str(tmp_path)), runs=[f"r{number}" for number in range(20)]))
+    assert all(200 < len(line) <= 400 for line in drawn.values())
+    assert drawn["r0"][-1][0] == 1_499
+
+
+def test_downstream_puts_ours_beside_the_paper(source):
+    figure = downstream(source)
+    rows = {row[0]: row for row in figure.rows}
+    assert "full-1" not in rows  # it has a perplexity, but no task
+    ours = rows["hybrid-2"]
+    assert ours[1:3] == ["this store", 10.0]
+    scores = dict(zip(TASK_LABELS, ours[3:]))
+    assert scores["ARC-E"] == 50.0
+    assert scores["HellaSwag"] == 60.0  # acc_norm where the run has it
+    assert ours[-1] == pytest.approx(51.25)
+    assert rows["Looped Hybrid (Full+GDN)"][1:] == ["paper", *DOWNSTREAM["1.3B"]["Looped Hybrid (Full+GDN)"]]
+    assert downstream(source, size="0.6B").rows[-1][0] == "Looped Hybrid (GDN+DSA)"
+    assert "Looped RetNet: training diverged in the paper." in downstream(source, size="0.6B").notes
+
+
+def test_incomplete_rows_have_no_average(source):
+    (full, *_) = downstream(source, runs=["full-1"]).rows
+    assert full == ["full-1", "this store", 11.0, *[None] * 9]
+
+
+def test_the_papers_numbers_are_plausible():
+    for rows in DOWNSTREAM.values():
+        for model, row in rows.items():
+            if row is not None:
+                assert len(row) == 2 + len(TASKS), model
+                assert row[-1] == pytest.approx(fmean(row[1:-1]), abs=3.0), model  # as printed, not recomputed
+    assert DOWNSTREAM["1.3B"]["Looped Hybrid (Full+GDN)"][0] == 9.12
+    assert DOWNSTREAM["0.6B"]["Transformer"] == (13.14, 63.09, 30.72, 47.43, 69.53, 56.24, 35.6, 68.2, 50.07, 51.34)
+    assert min(RATIOS, key=lambda row: row[1])[0] == "1:4"
+    assert {name: ppl for name, ppl, _ in PATTERNS}["interleave"] == 9.31
+
+
+def test_hybrid_ablations_place_runs_by_layout(source):
+    figure = draw(FIGURES["hybrid"], source, {"by": "ratio"})
+    ours = [row for row in figure.rows if row[1] == "this store"]
+    assert ours == [["full-1", "this store", "1:0", 11.0], ["hybrid-2", "this store", "1:4", 10.0]]
+    pattern = draw(FIGURES["hybrid"], source, {"by": "pattern"})
+    assert [row for row in pattern.rows if row[1] == "this store"] == [["hybrid-2", "this store", "interleave", 10.0]]
+    assert ["1.3B", "paper", "bookend", 9.27] in pattern.rows
+
+
+def test_sweep_has_an_axis_for_every_setting_that_differs(source):
+    figure = draw(FIGURES["sweep"], source, {"metric": "loss"})
+    names = [axis["name"] for axis in figure.option["parallelAxis"]]
+    assert names[-1] == "loss"
+    assert "train.lr" in names
+    assert "train.note" not in names
+    assert {row[0] for row in figure.rows} == {"full-1", "hybrid-2", "live-4", "stalled-5"}  # not the NaN
+    lr = figure.columns.index("train.lr")
+    assert {row[0]: row[lr] for row in figure.rows}["hybrid-2"] == "0.002"
+    assert [row[0] for row in draw(FIGURES["sweep"], source, {"q": "lr>1.5e-3"}).rows] == ["hybrid-2"]
+    assert "No run" in draw(FIGURES["sweep"], source, {"metric": "nonsense"}).option["empty"]
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({}, "curves: parameter 'runs' is missing"),
+        ({"runs": "full-1", "rnus": "x"}, "curves: no parameter 'rnus'; it takes runs, metric"),
+        ({"runs": "full-1", "x": "loss"}, "curves: x='loss': Input should be 'step' or 'time'"),
+        ({"runs": "full-1", "smooth": "much"}, "curves: smooth='much'"),
+        ({"runs": "nope"}, "no run 'nope'"),
+        ({"runs": "x" * 201}, "longer than 200"),
+    ],
+)
+def test_wrong_parameters_are_named(source, query, message):
+    with pytest.raises(ConfigError) as error:
+        draw(curves, source, query)
+    assert message in str(error.value)
+
+
+def test_every_figure_describes_itself_and_is_json(client):
+    for name, function in FIGURES.items():
+        about = describe(function)
+        assert about["about"].endswith((".", ",", ":")) or about["about"]
+        runs = "?runs=full-1" if name == "curves" else ""
+        figure = body(client.get(f"/api/figures/{name}{runs}"))
+        assert figure["rows"]
+        assert all(len(row) == len(figure["columns"]) for row in figure["rows"])
+
+
+def test_csv_has_the_whole_table(client, source):
+    answer = client.get("/api/figures/curves.csv?runs=full-1&metric=loss")
+    assert answer.headers["content-disposition"] == 'attachment; filename="curves.csv"'
+    rows = list(csv.reader(io.StringIO(answer.text)))
+    figure = curves(source, runs=["full-1"])
+    assert rows[0] == figure.columns
+    assert [float(row[4]) for row in rows[1:]] == [row[4] for row in figure.rows]
+
+
+def test_csv_cells_cannot_become_formulas():
+    figure = Figure("t", {}, ["a"], [["=1+1"], ["@x"], ["-x"], [-1.5], ["fine"]])
+    assert figure.csv().splitlines() == ["a", "'=1+1", "'@x", "'-x", "-1.5", "fine"]
+
+
+def test_html_export_stands_alone_and_escapes(tmp_path):
+    store = ResultsStore(Source(str(tmp_path)).storage)
+    add_run(store, "r", start=0.0, layout=layout("gdn"))
+    metric = f"</script>{HOSTILE}"
+    with store.create_run("s", {"config": {}}) as writer:
+        writer.log(1, {metric: 1.0})
+    page = static_html(draw(curves, Source(str(tmp_path)), {"runs": "s", "metric": metric}), origin=HOSTILE)
+    assert HOSTILE not in page
+    assert page.count("</script>") == 2  # the two that belong there
+    assert not re.search(r'(src|href)="?(https?:)?//', page.split("<script>")[0])
+    option = json.loads(re.search(r"const figure = (.*);", page)[1])
+    assert option["option"]["series"][0]["data"] == [[1, 1.0]]

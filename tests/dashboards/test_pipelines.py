@@ -1,0 +1,88 @@
+"""Workflows and steps as the pages read them from the engine's records."""
+
+from __future__ import annotations
+
+import pytest
+
+from lt2.config import ConfigError
+from lt2_dashboards.pipelines import LOG_TAIL, in_order, overall, read_log, read_step, read_workflow
+from lt2_platform.storage import Storage
+
+from .conftest import HOSTILE, attempt, body
+
+
+def test_a_workflow_with_the_states_of_its_steps(client):
+    (listed,) = body(client.get("/api/workflows"))["workflows"]
+    assert (listed["id"], listed["recipe"], listed["state"]) == ("demo-1", "demo", "failed")
+    page = body(client.get("/api/workflows/demo-1"))
+    steps = {step["name"]: step for step in page["steps"]}
+    assert {name: step["state"] for name, step in steps.items()} == {
+        "prepare": "done",
+        "full": "failed",
+        "hybrid-2": "running",
+        "report": "waiting",
+    }
+    assert {name: step["level"] for name, step in steps.items()} == {
+        "prepare": 0,
+        "full": 1,
+        "hybrid-2": 1,
+        "report": 2,
+    }
+    assert steps["full"]["attempt"] == 2
+    assert steps["full"]["error"] == "ValueError: lr is negative; use a positive one"
+    assert steps["report"]["needs"] == ["full", "hybrid-2"]
+
+
+def test_a_step_with_attempts_newest_first(client):
+    step = body(client.get("/api/steps/full-00000000"))
+    assert [(a["attempt"], a["state"]) for a in step["attempts"]] == [(2, "failed"), (1, "infrastructure")]
+    assert step["attempts"][0]["host"] == "node-1"
+    assert step["config"]["note"] == HOSTILE
+    assert step["has_run"] is False
+    assert body(client.get("/api/steps/hybrid-2"))["has_run"] is True
+    assert body(client.get("/api/steps/prepare-00000000"))["result"] == {"tokens": "5"}
+
+
+def test_logs(client):
+    log = body(client.get("/api/steps/full-00000000/attempts/1/log"))
+    assert log["text"].startswith("\x1b[32mattempt 1 of full-00000000")
+    assert log["text"].endswith("�\n")
+    assert log["cut"] == 0
+    assert body(client.get("/api/steps/full-00000000/attempts/9/log"))["text"] is None
+
+
+def test_only_the_end_of_a_long_log_is_sent(tmp_path):
+    storage = Storage(str(tmp_path))
+    storage.write_bytes("steps/s/attempts/1/log", b"a" * 1_000 + b"b" * LOG_TAIL)
+    log = read_log(storage, "s", 1)
+    assert log == {"text": "b" * LOG_TAIL, "size": LOG_TAIL + 1_000, "cut": 1_000}
+
+
+def test_a_holder_that_fell_silent_is_lost(tmp_path):
+    storage = Storage(str(tmp_path))
+    storage.write_json("steps/s/spec.json", {"name": "s"})
+    attempt(storage, "s", 1, "running", 0.0, beat=1_000.0)
+    assert read_step(storage, "s", 1_059.0)["attempts"][0]["state"] == "running"
+    assert read_step(storage, "s", 1_061.0)["attempts"][0]["state"] == "lost"
+
+
+def test_steps_in_a_circle_do_not_hang():
+    circle = [{"name": "a", "needs": ["b"]}, {"name": "b", "needs": ["a"]}, {"name": "c", "needs": ["zzz"]}]
+    assert {step["name"] for step in in_order(circle)} == {"a", "b", "c"}
+
+
+def test_overall_state():
+    assert overall(["done", "done"]) == "done"
+    assert overall(["done", "waiting"]) == "waiting"
+    assert overall(["done", "running", "failed"]) == "failed"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../runs", "a\x00", "x" * 129])
+def test_names_that_are_no_folders_are_refused(tmp_path, name):
+    for read in (
+        lambda s, n: read_workflow(s, n, 0.0),
+        lambda s, n: read_step(s, n, 0.0),
+        lambda s, n: read_log(s, n, 1),
+    ):
+        with pytest.raises(ConfigError, match="no name of a workflow or step"):
+            read(Storage(str(tmp_path)), name)
