@@ -113,6 +113,10 @@ def test_accumulation_weights_by_tokens(micro):
     assert state.tokens == counted
 
 
+def rank_runs():
+    return [rank_run(micro) for micro in (None, 2)]
+
+
 def rank_run(micro):
     model = toy()
     sharding = parallel.shard(model, parallel.data_mesh("cpu"))
@@ -125,8 +129,8 @@ def rank_run(micro):
 
 def test_two_ranks_equal_one_process():
     losses, norms, reference = plain_loop(0.0)
-    for micro in (None, 2):
-        for rank_losses, rank_norms, weights, state, evals in run_ranks(rank_run, 2, micro):
+    for runs in run_ranks(rank_runs, 2):
+        for rank_losses, rank_norms, weights, state, evals in runs:
             assert rank_losses == pytest.approx(losses, rel=1e-10)
             assert rank_norms == pytest.approx(norms, rel=1e-9)
             assert evals == [2, 4]

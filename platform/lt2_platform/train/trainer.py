@@ -111,14 +111,14 @@ def _fit(
 def _work(spec: dict[str, Any]) -> dict[str, Any]:
     """On each worker. Errors that a retry cannot cure are returned: Ray would spend its retries on raised ones."""
     try:
-        return {"error": None, "summary": worker.run(WorkerSpec(**spec), report=_report)}
+        return {"error": None, "summary": worker.run(WorkerSpec(**spec), report=report_to_ray)}
     except ConfigError as error:
         return {"error": "config", "message": str(error)}
     except NonFiniteLossError as error:
         return {"error": "diverged", "message": str(error)}
 
 
-def _report(metrics: dict[str, Any]) -> None:
+def report_to_ray(metrics: dict[str, Any]) -> None:
     # Without Ray's Checkpoint: ours are written, verified and pruned by ourselves, and Ray cannot load a run whose
     # registered checkpoint is gone. The numbers are for Tune and Ray's dashboard.
     ray.train.report(metrics)

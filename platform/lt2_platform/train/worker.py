@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -51,13 +51,18 @@ class WorkerSpec:
     info: dict[str, Any] = field(default_factory=dict)
 
 
-def run(spec: WorkerSpec, *, report: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+def run(
+    spec: WorkerSpec,
+    *,
+    report: Callable[[dict[str, Any]], None] | None = None,
+    callbacks: Sequence[Any] = (),
+) -> dict[str, Any]:
     """Train as one rank of the process group (or alone), from the newest checkpoint in `<out>/checkpoints` if any.
 
     Returns the final TrainState as {"step", "position", "tokens", "loss"}.
 
     report({"step", "loss", "checkpoint"}) tells the launcher of a checkpoint. It is called on all ranks together, for
-    the last one and for others at least REPORT_SECONDS apart.
+    the last one and for others at least REPORT_SECONDS apart. callbacks (see lt2.training.train) come after our own.
     """
     config, model_config = TrainConfig.model_validate(spec.train), ModelConfig.model_validate(spec.model)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -85,14 +90,14 @@ def run(spec: WorkerSpec, *, report: Callable[[dict[str, Any]], None] | None = N
     evaluator = _Evaluator(spec.data, config, logger)
     saver = _Saver(folder, model_config, config, tokenizer, _tokenizer_files(spec.data), report)
     # In this order: the metrics of a step are safe before the checkpoint that makes a resume skip it.
-    callbacks = [each for each in (logger, evaluator, saver) if each is not None]
+    ours = [each for each in (logger, evaluator, saver) if each is not None]
     schedule = warmup_cosine(
         lr=config.lr, steps=config.steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio
     )
     objective = next_token_objective(document_mask=config.document_mask, z_loss=config.z_loss)
     data = map(Batch.from_numpy, batches)
     with closing(batches), logger.writer if logger else nullcontext():
-        train(model, objective, data, optimizer, schedule, config, state, callbacks, sharding=sharding)
+        train(model, objective, data, optimizer, schedule, config, state, [*ours, *callbacks], sharding=sharding)
     return asdict(state)
 
 

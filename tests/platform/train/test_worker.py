@@ -223,3 +223,28 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, change, message):
         )
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_torchrun_script_trains_the_same_without_importing_ray(tmp_path, undisturbed):
+    write_dataset(tmp_path / "data")
+    (tmp_path / "config.json").write_text(pretrain_config().model_dump_json())
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; status = 0\n"
+    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "except SystemExit as end: status = end.code\n"
+    code += "assert 'ray' not in sys.modules; sys.exit(status)"
+    script = [sys.executable, "-c", code, ROOT / "scripts/train_torchrun.py"]
+    options = ["--config", tmp_path / "config.json", "--data", tmp_path / "data", "--storage", tmp_path]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    trained = subprocess.run([*script, *options, "--out", tmp_path / "run"], env=environment)
+    assert trained.returncode == 0
+    assert losses(tmp_path) == losses(undisturbed)
+
+    (tmp_path / "config.json").write_text('{"model": {"dims": 3}, "train": {}}')
+    refused = subprocess.run(
+        [*script, *options, "--out", tmp_path / "bad"], env=environment, capture_output=True, text=True
+    )
+    assert refused.returncode == 2
+    assert "model.dims: unknown key 'dims'; did you mean 'dim'?" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "bad").exists()

@@ -1,0 +1,170 @@
+"""Step time of the Ray Train path beside torchrun on the same loop: 2 workers each, in turns of a few steps.
+
+python benchmarks/train_overhead.py [--quick] [--json FILE]. Both sides run lt2_platform.train.worker.run on the same
+data and config, and are alive at the same time; a file says whose turn it is, so that whatever else the machine does
+falls on both. The first step of a turn is not counted. Ray's workers run at the same niceness as torchrun's here (Ray's
+own default of 15 makes them yield to anything else on the machine, which would be measured instead).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKERS, TURN = 2, 8
+SIDES = ("ray", "torchrun")
+
+
+@dataclass
+class Turns:
+    """Callback: times every step, and hands over to the other side after TURN of them."""
+
+    side: str
+    folder: Path
+    steps: int
+    rank: int
+    times: list[float] = field(default_factory=list)
+    begun: float | None = None
+
+    def on_step(self, state: Any, metrics: dict[str, float]) -> None:
+        now = time.perf_counter()
+        if self.begun is not None:
+            self.times.append(now - self.begun)
+        self.begun = time.perf_counter()
+        if state.step % TURN == 0:
+            self.begun = None  # the first step of a turn has cold caches
+            if self.rank == 0:
+                self.yield_turn(first=state.step == TURN)
+
+    def on_end(self, state: Any) -> None:
+        if self.rank == 0:
+            _replace(self.folder / f"{self.side}.json", json.dumps(self.times))
+
+    def yield_turn(self, *, first: bool) -> None:
+        other = SIDES[1 - SIDES.index(self.side)]
+        turn, done = self.folder / "turn", self.folder / f"{other}.json"
+        if first:  # the first turn is warm-up, both at once; then wait until the other side has had its own
+            (self.folder / f"{self.side}.ready").touch()
+            _wait(lambda: (self.folder / f"{other}.ready").exists())
+        else:
+            _replace(turn, other)
+        _wait(lambda: turn.read_text() == self.side or done.exists())
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """What every worker of both sides runs."""
+    import torch.distributed as dist
+
+    from lt2_platform.train import worker
+
+    spec = worker.WorkerSpec(**job["spec"])
+    turns = Turns(job["side"], Path(job["folder"]), spec.train["steps"], dist.get_rank())
+    report = None
+    if job["side"] == "ray":
+        from lt2_platform.train.trainer import report_to_ray as report
+    return worker.run(spec, report=report, callbacks=[turns])
+
+
+def torchrun_main(path: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    work(json.loads(Path(path).read_text()))
+    dist.destroy_process_group()
+
+
+def measure(folder: Path, steps: int, dim: int) -> dict[str, list[float]]:
+    """Seconds of every counted step of each side."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from lt2_platform.data.prepare import PrepareConfig, prepare
+    from lt2_platform.train.config import PretrainConfig
+    from lt2_platform.train.run_folder import open_run
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "platform"), str(ROOT / "benchmarks")])
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        _system_config={"worker_niceness": 0},
+    )
+    data = str(folder / "data")
+    prepare(PrepareConfig(source=str(ROOT / "lt2"), tokenizer="byte", seq_len=256), data, parallelism=1)
+    layout = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
+    model = {"dim": dim, "n_layers": 2, "n_loops": 4, "num_heads": 4, "layout": layout}
+    train = {"steps": steps, "global_batch_size": 8, "log_every": 1, "checkpoint_every": steps // 4}
+    config = PretrainConfig.model_validate({"model": model, "train": train})
+    jobs = {}
+    for side in SIDES:
+        spec = open_run(
+            config, data=data, out=str(folder / side), run_id=side, storage_root=str(folder), num_workers=WORKERS
+        )
+        jobs[side] = {"spec": asdict(spec), "side": side, "folder": str(folder)}
+
+    (folder / "turn").write_text(SIDES[0])
+    (folder / "job.json").write_text(json.dumps(jobs["torchrun"]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
+    peer = subprocess.Popen([*torchrun, __file__, "--worker", str(folder / "job.json")])
+    try:
+        scaling = ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 0.5})
+        run_config = RunConfig(name="overhead", storage_path=str(folder / "ray-state"))
+        TorchTrainer(work, train_loop_config=jobs["ray"], scaling_config=scaling, run_config=run_config).fit()
+        assert peer.wait(60) == 0, "the torchrun side failed"
+    finally:
+        peer.kill()
+        ray.shutdown()
+    return {side: json.loads((folder / f"{side}.json").read_text()) for side in SIDES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small model, few steps; under 60 s on 2 cores")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--worker", metavar="JOB", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        torchrun_main(arguments.worker)
+        return
+    from comparison import print_rows, row, write_rows
+
+    rows = []
+    for dim, steps in [(64, 64)] if arguments.quick else [(64, 160), (256, 96)]:
+        with tempfile.TemporaryDirectory() as folder:
+            times = measure(Path(folder), steps, dim)
+        ours, peer = (1e3 * statistics.median(times[side][TURN - 1 :]) for side in SIDES)
+        size = f"d={dim} N=2 T=4 L=256 B=8"
+        rows.append(row("train step, 2 workers", size, ours, "torchrun", peer, "ms"))
+        print(f"{size}: overhead {100 * (ours / peer - 1):+.1f} % over {len(times['ray'])} steps")
+    print_rows(rows)
+    write_rows(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "platform")]
+    main()
