@@ -24,3 +24,11 @@ def test_decode_kernels_equal_the_reference():
     run = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "15 passed" in run.stdout, run.stdout
+
+
+def test_decode_kernels_compile_for_hopper():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(HERE / "compiled_decode.py")]
+    run = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("compiled") == 17, run.stdout
