@@ -36,6 +36,8 @@ class Recorder:
 
     def on_eval(self, state, model):
         model.eval()
+        with torch.no_grad():  # gathers every block; the next step must not train on this copy
+            model(torch.zeros(1, L, dtype=torch.int64))
         self.evals.append(state.step)
 
     def on_end(self, state):
