@@ -40,6 +40,11 @@ def test_lines_belong_to_the_slice_they_begin_in(step):
     assert [line for cut in cuts for line in lines(io.BytesIO(content), cut, cut + step)] == whole
 
 
+def test_a_line_that_begins_at_the_cut_is_in_the_later_slice():
+    content = b"aa\nbb\ncc\n"
+    assert [list(lines(io.BytesIO(content), cut, cut + 3)) for cut in (0, 3, 6)] == [[b"aa\n"], [b"bb\n"], [b"cc\n"]]
+
+
 @pytest.mark.parametrize("marks", [[b"\n\n", b"\n"], [b"\r\n\r\n"], [b"\n"], [b" "], [b"\n"] + [b" "] * 40_000])
 def test_pieces_do_not_depend_on_the_slicing(marks):
     rng = random.Random(2)
