@@ -136,7 +136,7 @@ def test_hostile_filters_and_columns_are_only_text(client, name):
 def test_huge_numbers_are_refused_or_clamped(client):
     assert len(names(client.get("/api/runs?page=9000000000000000000"))) == 5
     assert len(names(client.get("/api/runs?page=-5"))) == 5
-    assert client.get(f"/api/runs?page={'9' * 400}").status_code == 422
+    assert len(names(client.get(f"/api/runs?page={'9' * 400}"))) == 5
     assert client.get(f"/api/steps/hybrid-2/attempts/{'9' * 400}/log").status_code in (200, 422)
     many = ",".join(f"r{number}" for number in range(10_000))
     assert "at most 50" in client.get(f"/api/figures/curves?runs={many}").json()["error"]
