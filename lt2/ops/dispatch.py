@@ -11,18 +11,33 @@ import importlib.util
 import inspect
 import logging
 import os
+from collections.abc import Callable
 from importlib import metadata
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger("lt2.ops")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 BACKENDS = ("auto", "torch", "fla")
 HALF = (torch.bfloat16, torch.float16)
 HOPPER = (9, 0)
 
 _announced: set[tuple[str, str, str, str]] = set()
+
+
+def _constant_when_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Have torch.compile run `function` while tracing: tracing into it would break the graph at the logging.
+
+    This is all that `torch.compiler.assume_constant_result` does, except that it first imports Dynamo and so Triton,
+    which every process that imports lt2 would pay for.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def backend_for(op: str, tensor: Tensor, requested: str = "auto") -> str:
@@ -39,8 +54,7 @@ def attention_backend(op: str, tensor: Tensor) -> str:
     return _attention_backend(op, tensor.device.type, tensor.dtype)
 
 
-# Under torch.compile the choice is made once, while tracing: tracing through it would break the graph at the logging.
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _recurrent_backend(op: str, device: str, dtype: torch.dtype, requested: str) -> str:
     if requested not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
@@ -54,7 +68,7 @@ def _recurrent_backend(op: str, device: str, dtype: torch.dtype, requested: str)
     return backend
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _attention_backend(op: str, device: str, dtype: torch.dtype) -> str:
     backend = "torch"
     if device == "cuda" and dtype in HALF:
@@ -63,7 +77,7 @@ def _attention_backend(op: str, device: str, dtype: torch.dtype) -> str:
     return backend
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def announce(op: str, device: str, backend: str, reason: str = "") -> None:
     """Log a choice the first time it is made; a slow choice on CUDA is a warning that names its reason."""
     choice = (op, device, backend, reason)

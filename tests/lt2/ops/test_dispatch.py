@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -86,3 +88,9 @@ def test_a_choice_does_not_break_a_compiled_graph(caplog):
         compiled = torch.compile(double, fullgraph=True, backend="eager")
         assert compiled(torch.ones(1)).item() == 2
     assert "gated_delta_rule on cpu: torch" in [r.message for r in caplog.records]
+
+
+def test_import_stays_light():
+    code = "import sys, lt2.ops; print([m for m in ('triton', 'fla', 'torch._dynamo') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

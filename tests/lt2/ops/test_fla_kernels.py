@@ -19,6 +19,7 @@ EXPECTED = {"linear": 10, "delta": 10, "step": 12}
 
 pytestmark = [
     pytest.mark.interpret,
+    pytest.mark.timeout(900),  # 20 to 40 s of CPU each; generous for a busy machine
     pytest.mark.skipif(
         not all(importlib.util.find_spec(package) for package in ("triton", "fla")),
         reason="needs triton and flash-linear-attention: install the `interpret` extra",
