@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import statistics
 import time
@@ -52,9 +53,10 @@ def row(work: str, size: str, ours: float, peer_name: str, peer: float, unit: st
 
 
 def machine() -> str:
-    """The device the figures are from, and the torch that made them."""
+    """The device the figures are from, the torch that made them, and how busy the machine was meanwhile."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
-    return f"{name}, {torch.get_num_threads()} thread(s), torch {torch.__version__}"
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    return f"{name}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, {load}"
 
 
 def print_rows(rows: list[dict]) -> None:
