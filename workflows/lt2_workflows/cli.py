@@ -131,14 +131,46 @@ def results(storage: StorageOption = None, json_: JsonOption = False) -> None:
 
 
 @app.command()
-def dashboard(
+def generate(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
+    text: Annotated[str, typer.Argument(help="The prompt.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    seed: int = 0,
     storage: StorageOption = None,
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8265 + 100,
 ) -> None:
-    """Serve the results dashboard on this machine."""
+    """Continue a text with a trained model."""
+    from lt2.generate import generate as continue_tokens
+    from lt2_platform.data.tokenize import encode, load_tokenizer
+    from lt2_platform.train.checkpoint import load_model
+
+    # A name as `lt2 status` and `lt2 results` show it means that step of the storage root.
+    root = _storage(storage)
+    named = "/" not in checkpoint and root.exists(f"steps/{checkpoint}/out")
+    model, _, info = load_model(root.join("steps", checkpoint, "out") if named else checkpoint)
+    tokenizer = load_tokenizer(info["file"] or "byte")
+    (tokens,) = continue_tokens(
+        model,
+        [encode(tokenizer, text)],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_id=tokenizer.eos_id,
+        seed=seed,
+    )
+    typer.echo(text + tokenizer.decode(tokens))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def dashboard(context: typer.Context, storage: StorageOption = None) -> None:
+    """Serve the results dashboard on this machine (its options: `python -m lt2_dashboards --help`)."""
     # A process of its own: workflows and dashboards never import each other.
-    command = [sys.executable, "-m", "lt2_dashboards", "--storage", _storage(storage).root, "--port", str(port)]
-    os.execv(command[0], command)
+    os.execv(
+        sys.executable, [sys.executable, "-m", "lt2_dashboards", "--storage", _storage(storage).root, *context.args]
+    )
 
 
 def _storage(root: str | None) -> Storage:
@@ -153,12 +185,15 @@ def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, 
 
     signal.signal(signal.SIGTERM, _terminate)
     texts: dict[str, str] = {}
+    runs: dict[str, None] = {}
     console = Console()
 
     def say(event: dict[str, Any]) -> None:
-        text = (event.get("result") or {}).get("text")
-        if text:
-            texts[event["step"]] = text
+        result = event.get("result") or {}
+        if "text" in result:
+            texts[event["step"]] = result["text"]
+        if "run" in result:
+            runs[result["run"]] = None
         console.say(event)
 
     typer.echo(f"{workflow.id} in {storage.root}", err=True)
@@ -170,6 +205,10 @@ def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, 
     for name in workflow.steps:
         if name in texts:
             typer.echo(texts[name])
+    if runs:
+        typer.echo(
+            f"dashboard: lt2 dashboard --storage {storage.root}, then http://127.0.0.1:8787/runs/{list(runs)[-1]}"
+        )
     raise typer.Exit(_exit_code(outcomes))
 
 

@@ -273,4 +273,4 @@ def _read(storage: Storage, path: str) -> dict[str, Any] | None:
 
 
 def json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -30,14 +30,14 @@ def quickstart() -> Workflow:
             "pretrain": PretrainStep(
                 data=data,
                 model=PretrainModel(
-                    dim=128,
+                    dim=96,
                     n_layers=5,
                     n_loops=4,
-                    num_heads=4,
+                    num_heads=2,
                     layout=HybridLayout(attention=FullConfig(), mixer=GatedDeltaNetConfig(), ratio="1:4"),
                 ),
                 train=TrainConfig(
-                    steps=200, global_batch_size=16, lr=3e-3, warmup_steps=20, log_every=1, checkpoint_every=50
+                    steps=150, global_batch_size=16, lr=3e-3, warmup_steps=20, log_every=1, checkpoint_every=50
                 ),
                 resources=TrainResources(num_workers=2),
             ),
@@ -48,7 +48,7 @@ def quickstart() -> Workflow:
                 throughput=ThroughputConfig(context=256, decode_steps=32, warmups=1, repeats=3),
             ),
             "report": ReportStep(
-                title="LT2-hybrid (Full + GDN 1:4, 4 loops)",
+                title="LT2-hybrid",
                 data=data,
                 training=training,
                 evaluation=EvaluationRef(step="evaluate"),
