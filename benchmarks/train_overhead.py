@@ -130,7 +130,9 @@ def measure(folder: Path, steps: int, dim: int) -> dict[str, list[float]]:
     (folder / "turn").write_text(SIDES[0])
     (folder / "job.json").write_text(json.dumps(jobs["torchrun"]))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
-    peer = subprocess.Popen([*torchrun, __file__, "--worker", str(folder / "job.json")])
+    # Its own session, as Ray's workers have: Linux divides CPU time among sessions first.
+    command = [*torchrun, __file__, "--worker", str(folder / "job.json")]
+    peer = subprocess.Popen(command, start_new_session=True)
     try:
         scaling = ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 0.5})
         run_config = RunConfig(name="overhead", storage_path=str(folder / "ray-state"))

@@ -30,13 +30,14 @@ class Recorder:
         self.steps.append((state.step, metrics))
 
     def on_checkpoint(self, state, model, optimizer):
+        assert all(parameter in optimizer.state for parameter in model.parameters())
         self.checkpoints.append(
             (copy.copy(state), copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()))
         )
 
     def on_eval(self, state, model):
         model.eval()
-        with torch.no_grad():  # gathers every block; the next step must not train on this copy
+        with torch.no_grad():  # gathers every block; the checkpoint that follows must see the shards again
             model(torch.zeros(1, L, dtype=torch.int64))
         self.evals.append(state.step)
 
@@ -123,7 +124,7 @@ def rank_run(micro):
     model = toy()
     sharding = parallel.shard(model, parallel.data_mesh("cpu"))
     rank = dist.get_rank()
-    config = CONFIG.model_copy(update={"micro_batch_size": micro, "eval_every": 2})
+    config = CONFIG.model_copy(update={"micro_batch_size": micro, "eval_every": 2, "checkpoint_every": 2})
     recorder, model, state = run(config, model=model, sharding=sharding, data=batches(0, rank, 2))
     whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
     return recorder.losses, [m["grad_norm"] for _, m in recorder.steps], whole, state, recorder.evals

@@ -23,9 +23,10 @@ from tests.platform.train.packed import MODEL, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run
 from tests.ranks import PATHS, ROOT, run_ranks
 
-pytestmark = pytest.mark.ray
+# The limits are for a machine shared with other test runs; alone this file takes about a minute.
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-STEPS = 160
+STEPS = 100
 
 
 def config(**train) -> PretrainConfig:
