@@ -93,6 +93,39 @@ def test_an_unwritable_root_is_refused_before_anything_happens(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("prepare.tokenizer=bite", "lt2: unknown tokenizer 'bite'; use byte, or a path"),
+        ("prepare.tokenizer=/no/such.json", "lt2: tokenizer file /no/such.json does not exist"),
+        ("prepare.source=/no/such/corpus", "lt2: prepare.source /no/such/corpus does not exist"),
+        ("prepare.source=/no/such/*.txt", "lt2: prepare.source /no/such/*.txt does not exist"),
+        (
+            "pretrain.model.n_loop=2",
+            "lt2: quickstart: pretrain.model.n_loop: unknown key 'n_loop'; did you mean 'n_loops'?",
+        ),
+        ("pretrain.model.layout.mixer.type=gnd", "unknown mixer type 'gnd'; did you mean 'gdn'?"),
+    ],
+)
+def test_bad_input_of_the_quickstart_leaves_nothing_behind(setting, message, tmp_path):
+    root = tmp_path / "s"
+    done = lt2("run", "quickstart", "--storage", str(root), "--set", setting)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not root.exists()
+
+
+def test_results_of_an_empty_store(tmp_path):
+    assert json.loads(lt2("results", "--json", "--storage", str(tmp_path)).stdout) == []
+
+
+def test_generate_without_a_checkpoint(tmp_path):
+    done = lt2("generate", "no-such-run", "text", "--storage", str(tmp_path))
+    assert done.returncode == 2
+    assert "no complete checkpoint" in done.stderr
+
+
 def test_plan_shows_what_would_run_and_writes_nothing(tmp_path):
     root = tmp_path / "s"
     shown = lt2("plan", CHAIN, "--storage", str(root))

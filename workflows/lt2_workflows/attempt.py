@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from lt2.config import ConfigError, load_source
 from lt2_workflows.graph import STEP_TYPES, Ref, Step, Workflow
 from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.local_ray import leave_ray
 from lt2_workflows.provenance import provenance
 from lt2_workflows.records import Lease, json_bytes, read_done
 
@@ -114,7 +115,7 @@ def run_attempt(
     # From here on nothing may interrupt, and no thread of ours may touch the records behind our back.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _leave_ray()
+    leave_ray()
     if not lease.stop():
         _end_process("another process took over this step")
     state |= {"state": STATES[code], "ended": time.time(), "error": error}
@@ -202,17 +203,6 @@ def _capture_output(storage: Storage, path: str) -> Callable[[], None]:
 def _end_process(reason: str) -> None:
     print(f"lt2: attempt ended: {reason}", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _leave_ray() -> None:
-    """Disconnect from Ray, which ends our actors, and give them the moment they need before others may start."""
-    if "ray" not in sys.modules:
-        return
-    import ray
-
-    if ray.is_initialized():
-        ray.shutdown()
-        time.sleep(1.0)
 
 
 def _interrupt(signum: int, frame: Any) -> None:

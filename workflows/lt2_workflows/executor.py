@@ -9,24 +9,21 @@ from __future__ import annotations
 import json
 import os
 import queue
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
+from lt2_workflows.local_ray import ray_head
 from lt2_workflows.provenance import drift, provenance
 from lt2_workflows.records import TTL_S, Events, Watch, describe_holder, read_done, write_workflow
 
@@ -88,17 +85,26 @@ def run(
     (SIGTERM as well, see the CLI) stops the running attempts, releases their leases and is raised again.
     """
     chosen = _choose(workflow, storage, only)
-    storage.check_writable()
     pending = [step for step in chosen.values() if read_done(storage, step) is None]
     for step in pending:
         check = STEP_TYPES[step.config.type].check
         if check is not None:
             check(step.config)
+    storage.check_writable()
     write_workflow(storage, workflow)
     with _ray_for(pending) as environment:
         events = Events(storage, workflow.id)
         driver = Driver(storage, workflow, events, say, ttl_s, wait_for_others, environment)
         return _run_graph(driver, chosen)
+
+
+def _ray_for(pending: list[Step]) -> AbstractContextManager[dict[str, str]]:
+    """The environment of attempts, with a Ray if one is needed that we are not inside of."""
+    if "RAY_ADDRESS" in os.environ or not any(step.config.uses_ray for step in pending):
+        return nullcontext(dict(os.environ))
+    # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
+    workers = max(step.config.resources.num_workers for step in pending)
+    return ray_head(max(os.cpu_count() or 1, workers + 1))
 
 
 def _choose(workflow: Workflow, storage: Storage, only: str | None) -> dict[str, Step]:
@@ -277,45 +283,3 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
         if line is None:
             return
         yield json.loads(line)
-
-
-@contextmanager
-def _ray_for(pending: list[Step]) -> Iterator[dict[str, str]]:
-    """The environment of attempts: inside a cluster as it is, else with the address of a Ray started for this run.
-
-    One Ray for all steps, so that branches running side by side share the machine's CPUs instead of each taking all.
-    """
-    if "RAY_ADDRESS" in os.environ or not any(step.config.uses_ray for step in pending):
-        yield dict(os.environ)
-        return
-    folder = Path(tempfile.mkdtemp(prefix="lt2-ray-"))
-    # Ray listens on every interface. A token of this run's own, since one in the home folder would be adopted silently
-    # by some processes and not by others.
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ.update(settings)  # before Ray is imported: it reads them once
-    import ray
-
-    # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
-    workers = max(step.config.resources.num_workers for step in pending)
-    cpus = max(os.cpu_count() or 1, workers + 1)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    on_terminate = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="warning",
-        _temp_dir=str(folder),
-    )
-    if in_main_thread:
-        signal.signal(signal.SIGTERM, on_terminate)  # ray.init put its own in place
-    try:
-        yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)

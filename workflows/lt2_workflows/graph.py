@@ -37,8 +37,8 @@ class Ref(Config):
 class Resources(Config):
     """How a step runs, never what it computes: no field of it enters a fingerprint."""
 
-    num_workers: int = Field(1, ge=1)
-    retries: int = Field(2, ge=0)
+    num_workers: int = Field(default=1, ge=1)
+    retries: int = Field(default=2, ge=0)
 
 
 class StepConfig(Config):

@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -161,7 +161,7 @@ def _function_in_file(path: str, function: str) -> Callable[[], Workflow]:
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigError(f"{path} has no function {function!r}{_nearest(function, names)}")
-    return found
+    return cast(Callable[[], Workflow], found)
 
 
 def _workflow_of(function: Callable[[], Workflow], recipe: str) -> Workflow:

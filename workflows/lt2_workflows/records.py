@@ -268,7 +268,7 @@ def _died_here(lease: dict[str, Any]) -> bool:
 def _read(storage: Storage, path: str) -> dict[str, Any] | None:
     try:
         return storage.read_json(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

@@ -5,7 +5,6 @@ Importing this module imports neither torch nor Ray: plans and drivers need only
 
 from __future__ import annotations
 
-import os
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -21,6 +20,7 @@ from lt2_platform.train.config import PretrainConfig, PretrainModel, resolve_mod
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount, table
 from lt2_workflows.graph import Ref, Resources, StepConfig, step_type
+from lt2_workflows.local_ray import join_ray
 
 
 class DatasetRef(Ref):
@@ -76,7 +76,7 @@ def describe_prepare(config: PrepareStep, context: StepContext) -> str:
 @step_type(PrepareStep, check=check_prepare, describe=describe_prepare)
 def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
     """Result: the manifest without its file lists."""
-    _join_ray()
+    join_ray()
     manifest = prepare(config.inner, context.out)
     kept = ("documents", "sequences", "tokens", "unigram_entropy")
     splits = {name: {key: split[key] for key in kept} for name, split in manifest["splits"].items()}
@@ -94,9 +94,9 @@ def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
 class TrainResources(Resources):
     """Where training runs. None lets Ray's cluster decide: a GPU per worker if it has as many."""
 
-    cpus_per_worker: float | None = Field(None, gt=0)
+    cpus_per_worker: float | None = Field(default=None, gt=0)
     use_gpu: bool | None = None
-    worker_failures: int = Field(3, ge=0)
+    worker_failures: int = Field(default=3, ge=0)
 
 
 class PretrainStep(StepConfig):
@@ -133,7 +133,7 @@ def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     from lt2_platform.train.trainer import pretrain
     from lt2_workflows.provenance import provenance
 
-    resources = _join_ray()
+    resources = join_ray()
     use_gpu = config.resources.use_gpu
     if use_gpu is None:
         use_gpu = resources.get("GPU", 0) >= config.resources.num_workers
@@ -164,8 +164,8 @@ class EvaluateStep(StepConfig):
     type: Literal["evaluate"] = "evaluate"
     checkpoint: CheckpointRef | str
     data: DatasetRef | str
-    batch_size: int = Field(8, ge=1)
-    max_sequences: int | None = Field(None, ge=1)
+    batch_size: int = Field(default=8, ge=1)
+    max_sequences: int | None = Field(default=None, ge=1)
     document_mask: bool = False
     throughput: ThroughputConfig | None = ThroughputConfig()
 
@@ -262,12 +262,3 @@ def _manifest(data: DatasetRef | str, context: StepContext) -> dict[str, Any]:
     assert isinstance(source, PrepareStep)
     tokenizer = load_tokenizer(source.tokenizer)
     return {"seq_len": source.seq_len, "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}}
-
-
-def _join_ray() -> dict[str, float]:
-    """Connect this process to the driver's Ray (or cluster), with its workers' output in our log; its resources."""
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=True, include_dashboard=False)
-    return ray.cluster_resources()

@@ -1,0 +1,72 @@
+"""One Ray per driver: started here, joined by the attempts, left before a lease is released."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
+    """Start a Ray on this machine for the duration; yields the environment in which other processes find it.
+
+    One for all steps, so that branches running side by side share the machine's CPUs instead of each taking all.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lt2-ray-"))
+    # Ray listens on every interface. A token of this run's own, since one in the home folder would be adopted silently
+    # by some processes and not by others.
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    if "RAY_AUTH_MODE" not in os.environ:
+        # Before Ray is imported: it reads them once.
+        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
+    import ray
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        _temp_dir=str(folder),
+    )
+    if in_main_thread:
+        signal.signal(signal.SIGTERM, on_terminate)  # ray.init put its own in place
+    try:
+        yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def join_ray() -> Mapping[str, float]:
+    """Connect this process to the driver's Ray (or cluster), with its workers' output in our log; its resources."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=True, include_dashboard=False)
+    return ray.cluster_resources()
+
+
+def leave_ray() -> None:
+    """Disconnect from Ray, which ends our actors, and give them the moment they need before others may start."""
+    if "ray" not in sys.modules:
+        return
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+        time.sleep(1.0)
