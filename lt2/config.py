@@ -1,31 +1,19 @@
 """Frozen schemas of a looped language model. Importable without torch.
 
-Adding a mixer of your own: subclass `MixerConfig` with a new `type` in a file of yours and give that file as
-`source` ("path/to/file.py") in the config; the file is imported when the config is read, so that a recorded config
-replays wherever the file is present.
+A mixer of one's own is a subclass of `MixerConfig` in a file of one's own (docs/extending.md).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from difflib import get_close_matches
-from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
+from lt2.extension import Config, ConfigError, Extension, load_source
 
-class ConfigError(ValueError):
-    """A mistake in what the user asked for; its message is one line naming the thing and the fix."""
-
-
-class Config(BaseModel):
-    """Base of every configuration in LT2: frozen, and a typo is an error rather than an ignored key."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+__all__ = ["Config", "ConfigError", "MixerConfig", "ModelConfig", "explain", "load_source", "mixer_types"]
 
 
 class Dims(Config):
@@ -41,10 +29,8 @@ class Dims(Config):
 CacheSpec = dict[str, tuple[tuple[int, ...], str]]
 """Name -> (shape without the batch dimension, dtype): "compute" is the model's dtype, else a torch dtype's name."""
 
-_mixer_types: dict[str, type[MixerConfig]] = {}
 
-
-class MixerConfig(Config):
+class MixerConfig(Extension):
     """Base of all token mixers. A subclass with a literal `type` registers itself.
 
     `module` names the class that runs it, as "package.module:Class"; it is built as Class(config, dims).
@@ -52,26 +38,9 @@ class MixerConfig(Config):
     only their `run_fields` (paper Fig. 3b: the mask changes per loop, the weights do not).
     """
 
-    module: ClassVar[str]
+    noun: ClassVar[str] = "mixer"
     weights: ClassVar[str]
     run_fields: ClassVar[frozenset[str]] = frozenset({"type"})
-
-    type: str
-    source: str | None = None
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        name = cls.model_fields["type"].default
-        if not isinstance(name, str):
-            return
-        known = _mixer_types.get(name)
-        if known is not None and known.__module__.startswith("lt2.") and known.__module__ != cls.__module__:
-            raise ConfigError(f"mixer type {name!r} of {cls.__name__} is a shipped one; give your mixer another type")
-        _mixer_types[name] = cls
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A config from a user's file is pickled as data: another process cannot import its class by name."""
-        return (_read_mixer, (self.model_dump(),)) if self.source else super().__reduce_ex__(protocol)
 
     def check(self, dims: Dims) -> None:
         """Raise ValueError, naming the rule and the values, when this mixer cannot be built at `dims`."""
@@ -97,45 +66,12 @@ class MixerConfig(Config):
         return self.model_dump(exclude=set(self.run_fields))
 
 
-def load_source(path: str) -> ModuleType:
-    """A user's Python file as a module, imported once, under a name derived from its absolute path."""
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise ConfigError(f"mixer source {path!r} does not exist; give the path of the Python file that defines it")
-    name = "lt2_user_" + "_".join(file.with_suffix("").parts[1:])
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _read_mixer(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value.get("source"):
-        load_source(value["source"])
-    name = value.get("type")
-    if name not in _mixer_types:
-        near = get_close_matches(str(name), _mixer_types, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown mixer type {name!r}{hint} (known: {', '.join(sorted(_mixer_types))})")
-    return _mixer_types[name].model_validate(value)
-
-
-AnyMixer = Annotated[SerializeAsAny[MixerConfig], BeforeValidator(_read_mixer)]
+AnyMixer = Annotated[SerializeAsAny[MixerConfig], BeforeValidator(MixerConfig.read)]
 
 
 def mixer_types() -> dict[str, type[MixerConfig]]:
     """Every registered mixer, by `type`."""
-    return dict(_mixer_types)
+    return dict(MixerConfig.kinds)
 
 
 class UniformLayout(Config):

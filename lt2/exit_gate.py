@@ -16,6 +16,8 @@ from lt2.config import ConfigError, ExitGate
 from lt2.loss import IGNORE, Objective, next_token_targets
 
 if TYPE_CHECKING:
+    from lt2.objective_configs import ExitGateConfig
+    from lt2.train_config import TrainConfig
     from lt2.training import Batch
 
 
@@ -88,3 +90,9 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> 
         for start in range(0, len(hidden), rows)
     ]
     return torch.cat(pieces)  # type: ignore[arg-type]
+
+
+def build_exit_gate(config: ExitGateConfig, train: TrainConfig) -> Objective:
+    if train.z_loss:
+        raise ConfigError("objective 'exit_gate' has no z-loss; set train.z_loss to 0")
+    return exit_gate_objective(entropy_weight=config.entropy_weight, document_mask=train.document_mask)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from lt2.objective_configs import NextTokenConfig
+    from lt2.train_config import TrainConfig
     from lt2.training import Batch
 
 IGNORE = -100
@@ -166,3 +168,7 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, au
         return loss, result.n_tokens, metrics
 
     return objective
+
+
+def build_next_token(config: NextTokenConfig, train: TrainConfig) -> Objective:
+    return next_token_objective(document_mask=train.document_mask, z_loss=train.z_loss)

@@ -7,11 +7,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from lt2.config import Config
+from lt2.objective_configs import AnyObjective, NextTokenConfig
 
 
 class TrainConfig(Config):
     """How to train. Batch sizes count sequences; `global_batch_size` stays the same for any number of workers."""
 
+    objective: AnyObjective = NextTokenConfig()
     steps: int = Field(gt=0)
     global_batch_size: int = Field(gt=0)
     micro_batch_size: int | None = Field(default=None, gt=0)

@@ -9,9 +9,6 @@ or None. The config class names the module, so a mixer of one's own needs no ent
 
 from __future__ import annotations
 
-import importlib
-import sys
-
 from torch import nn
 
 from lt2.config import Dims, MixerConfig
@@ -19,6 +16,4 @@ from lt2.config import Dims, MixerConfig
 
 def build_mixer(config: MixerConfig, dims: Dims) -> nn.Module:
     """The module that runs `config`, freshly constructed."""
-    module, _, name = config.module.partition(":")
-    home = importlib.import_module(module) if name else sys.modules[type(config).__module__]
-    return getattr(home, name or module)(config, dims)
+    return config.implementation()(config, dims)

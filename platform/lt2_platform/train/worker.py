@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from lt2 import parallel
 from lt2.config import ConfigError, ModelConfig
-from lt2.loss import next_token_objective
 from lt2.model import LoopedLM, build
 from lt2.optim import adamw, warmup_cosine
 from lt2.training import Batch, TrainConfig, TrainState, autocast_dtype, train
@@ -94,7 +93,7 @@ def run(
     schedule = warmup_cosine(
         lr=config.lr, steps=config.steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio
     )
-    objective = next_token_objective(document_mask=config.document_mask, z_loss=config.z_loss)
+    objective = config.objective.build(config)
     data = map(Batch.from_numpy, batches)
     with closing(batches), logger.writer if logger else nullcontext():
         train(model, objective, data, optimizer, schedule, config, state, [*ours, *callbacks], sharding=sharding)

@@ -1,0 +1,107 @@
+"""Configs of which users may add kinds of their own, in one file, without touching LT2: mixers, objectives, tasks.
+
+A kind is a config class with a new literal `type`, and the class or function its `module` names. A config that gives that
+file as `source` ("path/to/file.py") has it imported when the config is read, so that a record replays wherever the file
+is. Importable without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict
+
+
+SHIPPED = ("lt2.", "lt2_platform.", "lt2_workflows.")
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user asked for; its message is one line naming the thing and the fix."""
+
+
+class Config(BaseModel):
+    """Base of every configuration in LT2: frozen, and a typo is an error rather than an ignored key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Extension(Config):
+    """A config with kinds. A direct base names its `noun` and opens a registry; subclasses with a `type` join it.
+
+    `module` is "package.module:name", or just "name" for something in the file of the config class itself.
+    """
+
+    noun: ClassVar[str]
+    kinds: ClassVar[dict[str, type[Self]]]
+    module: ClassVar[str]
+
+    type: str
+    source: str | None = None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if "noun" in cls.__dict__:
+            cls.kinds = {}
+            return
+        name = cls.model_fields["type"].default
+        if not isinstance(name, str):
+            return
+        known = cls.kinds.get(name)
+        if known is not None and known.__module__.startswith(SHIPPED) and known.__module__ != cls.__module__:
+            raise ConfigError(
+                f"{cls.noun} type {name!r} of {cls.__name__} is a shipped one; give your {cls.noun} another type"
+            )
+        cls.kinds[name] = cls
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        """The config of the kind that a dict's `type` names; anything but a dict is returned as it is."""
+        if not isinstance(value, dict):
+            return value
+        if value.get("source"):
+            load_source(value["source"])
+        name = value.get("type")
+        if name not in cls.kinds:
+            near = get_close_matches(str(name), cls.kinds, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown {cls.noun} type {name!r}{hint} (known: {', '.join(sorted(cls.kinds))})")
+        return cls.kinds[name].model_validate(value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A config from a user's file is pickled as data: another process cannot import its class by name."""
+        if not self.source:
+            return super().__reduce_ex__(protocol)
+        base = next(cls for cls in type(self).__mro__ if "noun" in cls.__dict__)
+        return base.read, (self.model_dump(),)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def implementation(self) -> Any:
+        """What `module` names: the class or function that does the work."""
+        module, _, name = self.module.partition(":")
+        home = importlib.import_module(module) if name else sys.modules[type(self).__module__]
+        return getattr(home, name or module)
+
+
+def load_source(path: str) -> ModuleType:
+    """A user's Python file as a module, imported once, under a name derived from its absolute path."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(f"source {path!r} does not exist; give the path of the Python file that defines it")
+    name = "lt2_user_" + "_".join(file.with_suffix("").parts[1:])
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
