@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lt2 import parallel
 from lt2.loss import next_token_objective
 from lt2.training import Batch
+from tests.lt2 import tiny
 from tests.lt2.looped_toy import toy
 from tests.ranks import run_ranks
 
@@ -48,10 +49,15 @@ def gradients(model, batches, sharding=None):
     return whole, dict(used.counts)
 
 
-def rank_gradients(case):
-    model = toy(seed=dist.get_rank() if case.get("different_init") else 0, n_loops=case["n_loops"])
+def build(case):
+    model = tiny.model(n_loops=case["n_loops"]) if case.get("looped_lm") else toy(n_loops=case["n_loops"])
     if case.get("frozen_embedding"):
         model.embed.requires_grad_(False)
+    return model
+
+
+def rank_gradients(case):
+    model = build(case)
     parallel.wrap_blocks(model, activation_checkpoint=case.get("activation_checkpoint", False))
     sharding = parallel.shard(model, parallel.data_mesh("cpu"), keep=case.get("keep", True))
     mine = tokens(8).chunk(2)[dist.get_rank()]
@@ -74,6 +80,7 @@ CASES = {
     "T=4, accumulate 4": {"n_loops": 4, "micro_steps": 4, "passes": 2},
     "T=4, accumulate 2, recompute": {"n_loops": 4, "micro_steps": 2, "activation_checkpoint": True},
     "T=4, frozen embedding": {"n_loops": 4, "micro_steps": 2, "frozen_embedding": True},
+    "LoopedLM, full + GDN": {"n_loops": 3, "micro_steps": 2, "looped_lm": True, "activation_checkpoint": True},
     "T=4, plain FSDP": {"n_loops": 4, "micro_steps": 2, "keep": False},
 }
 
@@ -90,9 +97,7 @@ def sharded():
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_a_single_process(sharded, name):
     case = CASES[name]
-    model = toy(n_loops=case["n_loops"])
-    if case.get("frozen_embedding"):
-        model.embed.requires_grad_(False)
+    model = build(case)
     expected, _ = gradients(model, [tokens(8)])
     square = parallel.gradient_square(model, None)
     for rank in sharded:
@@ -115,7 +120,8 @@ def test_scaling_reaches_sharded_and_replicated_gradients(sharded):
 def test_one_gather_and_one_reduction_per_block_whatever_the_loops_and_micro_steps(sharded, name):
     for rank in sharded:
         for _, counts in rank[name]["passes"]:
-            assert counts == {"_allgather_base_": N + 1, "_reduce_scatter_base_": N + 1}
+            units = 1 + len(build(CASES[name]).blocks)
+            assert counts == {"_allgather_base_": units, "_reduce_scatter_base_": units}
 
 
 def test_plain_fsdp_is_what_the_loop_aware_mode_saves(sharded):
