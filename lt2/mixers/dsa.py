@@ -123,10 +123,9 @@ def attend(
         aux = dense_kl(*index, q, k, first, scale=E**-0.5) if train_indexer else None
         return causal_attention(q, k, v, doc_ids=seq.doc_ids), aux
     keys, found = select_keys(*index, first, last, top_k=spec.top_k)
-    tables = (heads_first(x).flatten(0, 1).unsqueeze(2) for x in (k, v))
-    o, weights = selected_attention(
-        group_queries(q, k.shape[2]), *tables, keys, found.long(), return_weights=train_indexer
-    )
+    k, v = (heads_first(x).flatten(0, 1).unsqueeze(2) for x in (k, v))
+    grouped = group_queries(q, k.shape[0] // B)
+    o, weights = selected_attention(grouped, k, v, keys, found.long(), return_weights=train_indexer)
     aux = selected_kl(*index, keys, found, weights) if weights is not None else None
     return ungroup_queries(o, B), aux
 
@@ -145,8 +144,8 @@ def attend_cached(
         top_k=top_k,
     )
     G = cache["k"].shape[1]
-    tables = (cache[name].to(q.dtype).flatten(0, 1).unsqueeze(2) for name in ("k", "v"))
-    o, _ = selected_attention(group_queries(q, G), *tables, keys, found.long())
+    k, v = (cache[name].to(q.dtype).flatten(0, 1).unsqueeze(2) for name in ("k", "v"))
+    o, _ = selected_attention(group_queries(q, G), k, v, keys, found.long())
     return ungroup_queries(o, q.shape[0])
 
 

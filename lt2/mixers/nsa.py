@@ -37,7 +37,6 @@ class NativeSparseAttention(nn.Module):
         gates = torch.sigmoid(self.branch_proj(x)).view(B, L, H, 3)
         if self.rope:
             q, k = rotate(q, *seq.rope[E]), rotate(k, *seq.rope[E])
-        sizes = {"block_size": spec.block_size, "num_blocks": spec.num_blocks, "window": spec.window}
 
         if cache is not None:
             store_heads_first(cache, seq, k=k, v=v)
@@ -45,11 +44,15 @@ class NativeSparseAttention(nn.Module):
             pool_blocks(cache, seq.starts, L, spec.block_size)
         if cache is None or (seq.fresh and L > 1):
             backend = "torch" if spec.backend == "torch" else "auto"
-            o = nsa_attention(q, k, v, gates, doc_ids=seq.doc_ids, backend=backend, **sizes)
+            o = nsa_attention(q, k, v, gates, doc_ids=seq.doc_ids, backend=backend, **_sizes(spec))
         else:
-            tables = (cache[name].to(v.dtype) for name in ("k", "v", "k_pooled", "v_pooled"))
-            o = nsa_continued(q.to(v.dtype), gates, *tables, seq.positions, **sizes)
+            k, v, k_pooled, v_pooled = (cache[name].to(v.dtype) for name in ("k", "v", "k_pooled", "v_pooled"))
+            o = nsa_continued(q.to(v.dtype), gates, k, v, k_pooled, v_pooled, seq.positions, **_sizes(spec))
         return self.o_proj(o.reshape(B, L, H * E)), None
+
+
+def _sizes(spec: NSAConfig) -> dict[str, int]:
+    return {"block_size": spec.block_size, "num_blocks": spec.num_blocks, "window": spec.window}
 
 
 def store_heads_first(cache: LayerCache, seq: SequenceInfo, **new: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Products with selected rows of a table, the three ways sparse attention needs them.
 
 On CPU the time goes to moving rows. Only the scores gather them (a matrix product needs them side by side); weighted
-sums of rows are embedding bags, which read rows where they lie, and sums into selected rows are bags over the inverted
-selection: together 5x faster than gathering, multiplying and scattering.
+sums of rows are embedding bags, which read rows where they lie, and sums into selected single tokens are bags over the
+inverted selection: together 5x faster than gathering, multiplying and scattering. Whole blocks scatter well as is.
 
 Shapes: C queries, R heads that share a selection, K selected blocks of S tokens, T = K·S, M table rows, D width.
 """
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 GATHERED = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Gathered numbers of one step: on CPU few enough to stay in cache between the gather and the product."""
-INVERTED = {"cpu": 1 << 21, "cuda": 1 << 24}
-"""Selected tokens inverted at a time."""
+INVERTED = {"cpu": 1 << 22, "cuda": 1 << 25}
+"""Weights kept at a time for the inverted selection."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def gather_size(table: Tensor, n_blocks: int) -> int:
     return GATHERED[table.device.type] // (n_blocks * table.shape[1] * table.shape[2])
 
 
-def inverse_size(tokens: Tensor) -> int:
-    """Queries of tokens (…, T) to invert at a time."""
-    return INVERTED[tokens.device.type] // tokens.shape[-1]
+def inverse_size(tokens: Tensor, heads: int) -> int:
+    """Queries of tokens (…, T) to invert at a time, when each has weights for `heads` heads."""
+    return INVERTED[tokens.device.type] // (tokens.shape[-1] * heads)
 
 
 def block_tokens(blocks: Tensor, S: int) -> Tensor:
@@ -75,6 +75,12 @@ def invert(tokens: Tensor, count: int) -> Inverse:
     slots = flat.to(torch.int32).sort(stable=True).indices  # int32 takes the radix sort
     ends = torch.bincount(flat, minlength=count).cumsum(0)
     return Inverse(slots, slots // tokens.shape[-1], F.pad(ends[:-1], (1, 0)))
+
+
+def add_blocks(total: Tensor, weights: Tensor, rows: Tensor, blocks: Tensor) -> None:
+    """total (P, S, D) += every query's rows (C, R, D), weighted by weights (C, R, T), at its blocks (C, K)."""
+    products = weights.transpose(1, 2) @ rows.to(weights.dtype)
+    total.flatten(1).index_add_(0, blocks.flatten(), products.view(blocks.numel(), -1).to(total.dtype))
 
 
 def add_inverse(total: Tensor, weights: Tensor, rows: Tensor, inverse: Inverse) -> None:

@@ -43,7 +43,9 @@ def block_table(like: Tensor, doc_ids: Tensor | None, block_size: int) -> BlockT
     if doc_ids is None:
         position = torch.arange(L, device=like.device).expand(B, L)
         return BlockTable(torch.zeros_like(position), position, -(-L // block_size))
-    tables = _tables.setdefault(doc_ids, {})
+    tables: dict[int, BlockTable] | None = _tables.get(doc_ids)
+    if tables is None:
+        tables = _tables[doc_ids] = {}
     if block_size not in tables:
         tables[block_size] = _packed_table(doc_ids, block_size)
     return tables[block_size]

@@ -19,7 +19,7 @@ CPU_PIECE = 1 << 20
 CUDA_PIECE = 1 << 26
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def compressed_attention(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, position: Tensor, *, block_size: int, top: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,27 +40,26 @@ def compressed_attention(
 
 
 class _Compressed(torch.autograd.Function):
-    """Dense within a piece of queries; the backward recomputes the piece's weights from their log-sum-exp."""
+    """Dense within a piece of queries; the backward recomputes the piece's weights."""
 
     @staticmethod
     def forward(ctx, q, k, v, first, position, block_size, top, scale):
         N, L, R, _ = q.shape
         wide = torch.promote_types(v.dtype, torch.float32)
         o = v.new_empty(N, L, R, v.shape[-1])
-        lse = q.new_empty(N, L, R, 1, dtype=wide)
         blocks = first.new_empty(N, L, min(top, k.shape[1]))
         found = torch.empty_like(blocks, dtype=torch.bool)
         index = torch.arange(k.shape[1], device=q.device)
         for rows in _pieces(q, k):
             start, own = first[:, rows, None], position[:, rows, None] // block_size
-            p, lse[:, rows] = _weights(q[:, rows], k, first[:, rows], position[:, rows], block_size, scale, wide)
+            p = _weights(q[:, rows], k, first[:, rows], position[:, rows], block_size, scale, wide)
             o[:, rows] = _apply(p.to(v.dtype), v)
             current = start + own
             forced = (index == start) | (index == current) | (index == current - 1)
             score = p.mean(dim=2).masked_fill(forced, float("inf"))
             candidates = (index >= start) & (index <= current)
             blocks[:, rows], found[:, rows] = top_positions(score, candidates, top)
-        ctx.save_for_backward(q, k, v, first, position, o, lse)
+        ctx.save_for_backward(q, k, v, first, position, o)
         ctx.block_size, ctx.scale = block_size, scale
         ctx.mark_non_differentiable(blocks, found)
         return o, blocks, found
@@ -68,14 +67,13 @@ class _Compressed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, *_):
-        q, k, v, first, position, o, lse = ctx.saved_tensors
-        wide = lse.dtype
+        q, k, v, first, position, o = ctx.saved_tensors
+        wide = torch.promote_types(v.dtype, torch.float32)
         dq = torch.empty_like(q)
         dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
         delta = (do.to(wide) * o.to(wide)).sum(dim=-1, keepdim=True)
         for rows in _pieces(q, k):
-            args = (first[:, rows], position[:, rows], ctx.block_size, ctx.scale, wide, lse[:, rows])
-            p, _ = _weights(q[:, rows], k, *args)
+            p = _weights(q[:, rows], k, first[:, rows], position[:, rows], ctx.block_size, ctx.scale, wide)
             dp = _apply(do[:, rows], v.transpose(1, 2)).to(wide)
             ds = (p * (dp - delta[:, rows]) * ctx.scale).to(k.dtype)
             dq[:, rows] = _apply(ds, k)
@@ -103,14 +101,10 @@ def _weights(
     block_size: int,
     scale: float,
     wide: torch.dtype,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Weights (N, C, R, P) over the blocks fully past, all zero where there is none, and their log-sum-exp."""
+) -> Tensor:
+    """Weights (N, C, R, P) over the blocks fully past, all zero where there is none."""
     index = torch.arange(k.shape[1], device=q.device)
     end = first + (position + 1) // block_size
-    visible = (index >= first[..., None]) & (index < end[..., None])
-    scores = _apply(q, k.transpose(1, 2)).to(wide) * scale
-    scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
-    if lse is None:
-        lse = scores.logsumexp(dim=-1, keepdim=True).nan_to_num(neginf=0.0)  # -inf - 0 is weight 0
-    return (scores - lse).exp(), lse
+    hidden = ((index < first[..., None]) | (index >= end[..., None]))[:, :, None]
+    scores = _apply(q, k.transpose(1, 2)).to(wide).mul_(scale)
+    return scores.masked_fill_(hidden, torch.finfo(wide).min).softmax(dim=-1).masked_fill_(hidden, 0.0)

@@ -6,6 +6,7 @@ in the table, K selected blocks, T = K·S selected tokens, C queries of one piec
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -17,7 +18,7 @@ from lt2.ops import dispatch
 from lt2.ops.sparse import bags
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -58,12 +59,17 @@ def gather_backend(q: Tensor, requested: str = "auto") -> str:
     Raises ValueError for "triton" where it cannot run.
     """
     runs = q.is_cuda or (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
-    able = runs and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+    able = runs and q.dtype != torch.float64 and _has_triton()
     if requested == "triton" and not able:
         raise ValueError(f"the Triton gather needs CUDA, triton and no fp64; got {q.dtype} on {q.device}")
     backend = "triton" if able and requested != "torch" else "torch"
     dispatch.announce("selected_attention", q.device.type, backend)
     return backend
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class _Selected(torch.autograd.Function):
@@ -75,19 +81,17 @@ class _Selected(torch.autograd.Function):
         B, _, K = blocks.shape
         wide = torch.promote_types(v.dtype, torch.float32)
         o = v.new_empty(N, L, R, v.shape[-1])
-        lse = q.new_empty(N, L, R, dtype=wide)
         weights = q.new_zeros(B, L, K * k.shape[2], dtype=wide) if return_weights else None
         for n in range(N):
             b = n * B // N
             keys, values = k[n].to(wide), v[n].to(wide).flatten(0, 1)
             for rows in bags.slices(L, bags.gather_size(keys, K)):
                 scores = _scores(q[n, rows], keys, blocks[b, rows], counts[b, rows], scale)
-                lse[n, rows] = scores.logsumexp(dim=-1)
-                p = (scores - lse[n, rows, :, None]).exp_()
+                p = scores.softmax(dim=-1)
                 o[n, rows] = bags.weighted_rows(p, values, bags.block_tokens(blocks[b, rows], k.shape[2]))
                 if weights is not None:
                     weights[b, rows] += p.sum(dim=1)
-        ctx.save_for_backward(q, k, v, blocks, counts, o, lse)
+        ctx.save_for_backward(q, k, v, blocks, counts, o)
         ctx.scale = scale
         if weights is not None:
             ctx.mark_non_differentiable(weights)
@@ -96,46 +100,58 @@ class _Selected(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
-        q, k, v, blocks, counts, o, lse = ctx.saved_tensors
-        (N, L), (P, S), B = q.shape[:2], k.shape[1:3], blocks.shape[0]
+        q, k, v, blocks, counts, o = ctx.saved_tensors
+        wide = torch.promote_types(v.dtype, torch.float32)
+        (N, L, R), (P, S), B = q.shape[:3], k.shape[1:3], blocks.shape[0]
         dq = torch.empty_like(q)
-        dk, dv = (x.new_zeros(N, P * S, x.shape[-1], dtype=lse.dtype) for x in (k, v))
-        delta = (do.to(lse.dtype) * o).sum(dim=-1)
+        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+        delta = (do.to(wide) * o).sum(dim=-1)
         for b in range(B):
-            for rows in bags.slices(L, bags.inverse_size(blocks) // S):
-                selected, count = blocks[b, rows], counts[b, rows]
-                inverse = bags.invert(bags.block_tokens(selected, S), P * S)
+            for rows in bags.slices(L, bags.inverse_size(blocks, R)):
+                selection = (blocks[b, rows], counts[b, rows])
+                inverse = bags.invert(blocks[b, rows], P) if S == 1 else None
                 for n in range(b * N // B, (b + 1) * N // B):
-                    queries = (x[n, rows] for x in (q, do, lse, delta))
-                    dq[n, rows], p, ds = _score_gradients(*queries, k[n], v[n], selected, count, ctx.scale)
-                    bags.add_inverse(dk[n], ds, q[n, rows], inverse)
-                    bags.add_inverse(dv[n], p, do[n, rows], inverse)
-        return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None, None, None
+                    of_queries = (q[n, rows], do[n, rows], delta[n, rows])
+                    of_keys = (k[n], v[n], dk[n], dv[n])
+                    dq[n, rows] = _backward_piece(*of_queries, *of_keys, *selection, inverse, ctx.scale)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _score_gradients(
+def _backward_piece(
     q: Tensor,
     do: Tensor,
-    lse: Tensor,
     delta: Tensor,
     k: Tensor,
     v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     blocks: Tensor,
     counts: Tensor,
+    inverse: bags.Inverse | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (C, R, E), and the weights p and the gradients ds of the products q · k, both (C, R, T)."""
+) -> Tensor:
+    """dq (C, R, E) of a piece of queries of one row; adds into dk (P, S, E) and dv (P, S, V).
+
+    With `inverse` (single tokens) the weights of the piece are kept and summed over the inverted selection at the end.
+    """
     (C, R, _), S, K = q.shape, k.shape[1], blocks.shape[1]
-    keys, values = k.to(lse.dtype), v.to(lse.dtype)
+    keys, values = k.to(delta.dtype), v.to(delta.dtype)
     dq = torch.empty_like(q)
-    p, ds = (lse.new_empty(C, R, K * S) for _ in range(2))
+    all_p, all_ds = (delta.new_empty(C, R, K if inverse else 0) for _ in range(2))
     for rows in bags.slices(C, bags.gather_size(keys, K)):
         scores = _scores(q[rows], keys, blocks[rows], counts[rows], scale)
-        p[rows] = (scores - lse[rows, :, None]).exp_()
-        dp = bags.selected_products(do[rows], values, blocks[rows])
-        ds[rows] = p[rows] * (dp - delta[rows, :, None]) * scale
-        dq[rows] = bags.weighted_rows(ds[rows], keys.flatten(0, 1), bags.block_tokens(blocks[rows], S)).to(q.dtype)
-    return dq, p, ds
+        p = scores.softmax(dim=-1)  # not exp(scores - lse): exp is 10x slower where it underflows
+        ds = bags.selected_products(do[rows], values, blocks[rows]).sub_(delta[rows, :, None]).mul_(p).mul_(scale)
+        dq[rows] = bags.weighted_rows(ds, keys.flatten(0, 1), bags.block_tokens(blocks[rows], S)).to(q.dtype)
+        if inverse:
+            all_p[rows], all_ds[rows] = p, ds
+        else:
+            bags.add_blocks(dk, ds, q[rows], blocks[rows])
+            bags.add_blocks(dv, p, do[rows], blocks[rows])
+    if inverse:
+        bags.add_inverse(dk[:, 0], all_ds, q, inverse)
+        bags.add_inverse(dv[:, 0], all_p, do, inverse)
+    return dq
 
 
 def _scores(q: Tensor, keys: Tensor, blocks: Tensor, counts: Tensor, scale: float) -> Tensor:

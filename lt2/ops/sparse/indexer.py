@@ -32,7 +32,7 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     return (w.to(wide)[..., None, :] @ F.relu(dots).to(wide)).squeeze(-2)
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 @torch.no_grad()
 def select_keys(q: Tensor, k: Tensor, w: Tensor, first: Tensor, last: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
     """The top_k best-scored keys of each query: keys (B, L, min(top_k, M)) int64 and found, bool of the same shape.
@@ -53,7 +53,7 @@ def select_keys(q: Tensor, k: Tensor, w: Tensor, first: Tensor, last: Tensor, *,
     return keys, found
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def selected_kl(q: Tensor, k: Tensor, w: Tensor, keys: Tensor, found: Tensor, weights: Tensor) -> Tensor:
     """Mean over queries of KL(p || softmax(I)), both over the selected keys: a scalar with gradients to q, k and w.
 
@@ -66,7 +66,7 @@ def selected_kl(q: Tensor, k: Tensor, w: Tensor, keys: Tensor, found: Tensor, we
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for b in range(q.shape[0]):
             table = k[b].to(wide)
-            for outer in bags.slices(q.shape[1], bags.inverse_size(keys)):
+            for outer in bags.slices(q.shape[1], bags.inverse_size(keys, q.shape[2])):
                 d_dots = table.new_empty(outer.stop - outer.start, q.shape[2], keys.shape[-1])
                 for inner in bags.slices(len(d_dots), bags.gather_size(table[:, None], keys.shape[-1])):
                     rows = slice(outer.start + inner.start, outer.start + inner.stop)
@@ -83,7 +83,7 @@ def selected_kl(q: Tensor, k: Tensor, w: Tensor, keys: Tensor, found: Tensor, we
     return _mean_with_gradients(total, (q, k, w), grads)
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def dense_kl(
     q: Tensor, k: Tensor, w: Tensor, q_attention: Tensor, k_attention: Tensor, first: Tensor, *, scale: float
 ) -> Tensor:
@@ -122,9 +122,9 @@ def dense_kl(
 
 def _kl(target: Tensor, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Sum over rows of KL(target || softmax of the visible scores), and its gradient to the scores."""
-    log_r = scores.masked_fill(~visible, float("-inf")).log_softmax(dim=-1)
-    loss = torch.xlogy(target, target) - target * log_r.masked_fill(~visible, 0.0)
-    return loss.sum(), log_r.exp() - target
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    loss = torch.xlogy(target, target) - target * scores.log_softmax(dim=-1).masked_fill(~visible, 0.0)
+    return loss.sum(), scores.softmax(dim=-1) - target
 
 
 def _mean_with_gradients(total: Tensor, inputs: tuple[Tensor, ...], grads: list[Tensor]) -> Tensor:
