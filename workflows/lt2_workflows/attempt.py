@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -217,6 +218,7 @@ def _follow_lifeline(stdin: IO[bytes]) -> None:
 def main() -> int:
     """Entry point of the child process."""
     faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     stdin, events = sys.stdin.buffer, os.fdopen(os.dup(1), "w", buffering=1)
