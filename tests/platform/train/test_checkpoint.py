@@ -219,3 +219,17 @@ def test_s3(s3_root):
     Storage(uri).delete("COMPLETE")
     assert checkpoint.clean(folder) == ["step-00000003"]
     assert checkpoint.load_model(s3_root + "/run")[1] == model_config()
+
+
+def test_the_golden_checkpoint_of_schema_1_still_loads():
+    golden = Path(__file__).parent / "golden"
+    model, config, tokenizer = checkpoint.load_model(str(golden))
+    assert (config.dim, config.n_loops, config.tie_embeddings, tokenizer["name"]) == (8, 2, True, "byte")
+    assert checkpoint.read_info(checkpoint.resolve(str(golden))).state == TrainState(1, 2, 18, 3.0)
+    expected = [-0.92878479, -0.90292847, 0.73772621, -1.51249814, -0.75525761, 1.34179306, 0.18382719, 0.97403139]
+    with torch.no_grad():
+        hidden = model(torch.arange(8).unsqueeze(0)).hidden[0, -1]
+    torch.testing.assert_close(hidden, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    optimizer = adamw(model, lr=1e-2)
+    checkpoint.load(checkpoint.resolve(str(golden)), model, optimizer)
+    assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
