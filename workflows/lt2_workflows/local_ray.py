@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -12,8 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lt2_workflows.records import died_here, this_process
+
+PREFIX, OWNER = "lt2-ray-", "owner.json"
 
 
 @contextmanager
@@ -22,7 +27,9 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
 
     One for all steps, so that branches running side by side share the machine's CPUs instead of each taking all.
     """
-    folder = Path(tempfile.mkdtemp(prefix="lt2-ray-"))
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    (folder / OWNER).write_text(json.dumps(this_process()))
     # Ray listens on every interface. A token of this run's own, since one in the home folder would be adopted silently
     # by some processes and not by others.
     token = folder / "token"
@@ -50,6 +57,14 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove the session folders of drivers that were killed; logs and spilled objects can be large."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError, ValueError):  # another user's, or one that is just being made
+            if died_here(json.loads((folder / OWNER).read_text())):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def join_ray() -> Mapping[str, float]:

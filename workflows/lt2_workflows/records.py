@@ -102,7 +102,7 @@ class Lease:
 
     def acquire(self) -> bool:
         """Claim the attempt and start the heartbeat; False if another process has claimed it."""
-        self.holder = {**_this_process(), "token": uuid.uuid4().hex, "ttl_s": self.ttl_s, "beat": 0, "released": False}
+        self.holder = {**this_process(), "token": uuid.uuid4().hex, "ttl_s": self.ttl_s, "beat": 0, "released": False}
         if not self.storage.create_exclusive(self.path, json_bytes(self._content())):
             return False
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
@@ -176,7 +176,7 @@ def is_stale(lease: dict[str, Any], silent_s: float = 0.0) -> bool:
     return (
         silent_s > lease["ttl_s"]
         or age > lease["ttl_s"] + CLOCK_SKEW_S
-        or (max(silent_s, age) > min(ORPHAN_GRACE_S, lease["ttl_s"]) and _died_here(lease))
+        or (max(silent_s, age) > min(ORPHAN_GRACE_S, lease["ttl_s"]) and died_here(lease))
     )
 
 
@@ -240,7 +240,8 @@ def list_workflows(storage: Storage, wanted: str | None = None) -> list[dict[str
     return found
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """What `died_here` needs to tell, later and from another process, whether this one still lives."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "start": _start_time(os.getpid()), "machine": _machine()}
 
 
@@ -260,9 +261,10 @@ def _start_time(pid: int) -> str | None:
     return None
 
 
-def _died_here(lease: dict[str, Any]) -> bool:
+def died_here(process: dict[str, Any]) -> bool:
+    """True if `process` (of `this_process`) ran on this machine and has ended; False also when we cannot know."""
     here = _machine()
-    return here is not None and lease["machine"] == here and _start_time(lease["pid"]) != lease["start"]
+    return here is not None and process["machine"] == here and _start_time(process["pid"]) != process["start"]
 
 
 def _read(storage: Storage, path: str) -> dict[str, Any] | None:
