@@ -2,7 +2,7 @@
 
 Every run has settings, last values, an evaluation and curves downsampled from `steps` real rows per metric. The rows
 of DISTINCT runs are computed; the other runs link to their files (hard links), since 10^9 rows would take hours and a
-reader cannot tell. One live run also keeps its raw parts.
+reader cannot tell. The first run also has its raw parts, and one run is written through the store's own writer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import pyarrow as pa
 from lt2_platform.results import ResultsStore
 from lt2_platform.results_curves import ROWS, downsample, encode
 from lt2_platform.results_index import publish
+from lt2_platform.results_parts import part_name
 from lt2_platform.results_tables import RunInfo, tables
 from lt2_platform.storage import Storage
 
 DISTINCT = 50
+PARTS = 10
 METRICS = ("loss", "grad_norm", "lr", "tokens_per_s")
 DAY = 86_400.0
 
@@ -47,8 +49,8 @@ def rows(steps: int, seed: int, start: float) -> pa.Table:
 def run_info(number: int, steps: int, now: float) -> RunInfo:
     """A finished run of a sweep over learning rate, layout and seed."""
     rng = np.random.default_rng(number)
-    kind, ratio = ("hybrid", "1:4"), f"1:{2 ** int(rng.integers(0, 4))}"
-    layout = {"type": kind[0], "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": ratio}
+    ratio = f"1:{2 ** int(rng.integers(0, 4))}"
+    layout = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": ratio}
     model = {"dim": 1024, "n_layers": 24, "n_loops": 4, "num_heads": 16, "vocab_size": 128_256, "layout": layout}
     model |= {f"option_{index}": index for index in range(15)}
     train = {"lr": round(10 ** rng.uniform(-4, -3), 6), "seed": number, "steps": steps, "global_batch_size": 256}
@@ -65,7 +67,7 @@ def generate(root: str, runs: int, steps: int) -> None:
     """Fill an empty local folder."""
     storage, now = Storage(root), time.time()
     files = [
-        encode(downsample(rows(steps, seed, now)), {"covered": {"0001-a": 0}, "problems": []})
+        encode(downsample(rows(steps, seed, now)), {"covered": {"0001-a": PARTS - 1}, "problems": []})
         for seed in range(min(DISTINCT, runs))
     ]
     infos = {info.run_id: info for info in (run_info(number, steps, now) for number in range(runs))}
@@ -79,9 +81,19 @@ def generate(root: str, runs: int, steps: int) -> None:
             os.link(first, target)
     evals = [(run_id, "perplexity", {"task": "validation", "metric": "ppl", "value": 12.0}) for run_id in infos]
     publish(storage, tables(infos.values(), evals), 1, [])
-    with ResultsStore(storage).create_run("live", {"config": infos["run-000000"].config}) as writer:
+    _write_parts(storage, "run-000000", rows(steps, 0, now))
+    with ResultsStore(storage).create_run("written", {"config": infos["run-000000"].config}) as writer:
         for step in range(0, steps, max(1, steps // 20_000)):
             writer.log(step, {"loss": 2.0 + 8.0 / (1 + step / 500)})
+
+
+def _write_parts(storage: Storage, run_id: str, table: pa.Table) -> None:
+    """The rows in PARTS files, in the order of steps, as a run of PARTS minutes leaves them."""
+    table = table.sort_by("step")
+    size = -(-table.num_rows // PARTS)
+    for number in range(PARTS):
+        data = encode(table.slice(number * size, size))
+        storage.write_bytes(f"runs/{run_id}/metrics/{part_name('0001-a', number)}", data)
 
 
 def main() -> None:

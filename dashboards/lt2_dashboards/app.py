@@ -64,7 +64,12 @@ def create_app(root: str | None, access: Access) -> FastAPI:
 def _add_api(app: FastAPI, source: Source) -> None:
     @app.get("/api/runs")
     def runs(request: Request, q: str = "", status: str = "", sort: str = "-created", page: int = 1) -> Response:
-        body = runs_page(source.snapshot(), now=source.clock(), q=q, status=status, sort=sort, page=page)
+        # Time only decides who is stalled; a moment of 15 s lets pages that poll share an answer.
+        moment = source.clock() // 15 * 15
+        question = ("runs", moment, q, status, sort, page)
+        body = source.remembered(
+            question, lambda snapshot: runs_page(snapshot, now=moment, q=q, status=status, sort=sort, page=page)
+        )
         return answer(request, body | {"root": source.storage.root})
 
     @app.get("/api/runs/{run_id}")
@@ -97,7 +102,7 @@ def _add_figures(app: FastAPI, source: Source) -> None:
     def figure(name: str, request: Request) -> Figure:
         if name not in FIGURES:
             raise ConfigError(f"no figure {name[:60]!r}; there are {', '.join(FIGURES)}")
-        return draw(FIGURES[name], source, dict(request.query_params))
+        return draw(FIGURES[name], source, {k: v for k, v in request.query_params.items() if k != "rows"})
 
     @app.get("/api/figures")
     def figures(request: Request) -> Response:
@@ -115,8 +120,9 @@ def _add_figures(app: FastAPI, source: Source) -> None:
     @app.get("/api/figures/{name}")
     def drawn(request: Request, name: str) -> Response:
         found = figure(name, request)
-        fields = ("title", "option", "columns", "rows", "notes")
-        return answer(request, {field: getattr(found, field) for field in fields})
+        body = {name: getattr(found, name) for name in ("title", "option", "columns", "notes")}
+        wanted = request.query_params.get("rows") != "0"  # small charts ask for no table until somebody opens it
+        return answer(request, body | ({"rows": found.rows} if wanted else {}))
 
 
 def answer(request: Request, body: dict[str, Any]) -> Response:
@@ -153,13 +159,14 @@ def default_token_file() -> Path:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 means 8787, or any free port if that is taken."""
+    """A listening socket; port 0 means 8787, or any free port if that is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for wanted in [port] if port else [DEFAULT_PORT, 0]:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host.strip("[]"), wanted))
+            sock.listen(128)  # from here on a browser that is faster than us waits instead of being refused
             return sock
         except OSError as error:
             sock.close()
@@ -188,12 +195,13 @@ def serve(
     path = Path(token_file) if token_file else default_token_file()
     access = Access(auth, path if auth == "token" else None, trusted_proxies, proxy_header)
     check_bind(host, access)
+    app = create_app(storage_root, access)
     sock = listen(host, port)
     shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
     address = f"http://{shown}:{sock.getsockname()[1]}"
     announce(f"{address}{LOGIN}?token={access.token}" if auth == "token" else f"{address}/")
     # proxy_headers would let any visitor choose the address that Access compares with trusted_proxies.
-    config = uvicorn.Config(create_app(storage_root, access), log_level="warning", proxy_headers=False, lifespan="off")
+    config = uvicorn.Config(app, log_level="warning", proxy_headers=False, lifespan="off")
     try:
         uvicorn.Server(config).run(sockets=[sock])
     finally:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import duckdb
@@ -20,6 +20,7 @@ from lt2_platform.storage import Storage
 FRESH_SECONDS = 0.5  # one page asks several questions at once; the store is listed once for all of them
 # SQL: which evaluation rows are a validation perplexity
 PERPLEXITY = "(name IN ('validation', 'perplexity') AND metric IN ('perplexity', 'ppl'))"
+CACHED_ANSWERS = 32
 CACHED_CURVES = 64  # about 1 MB each
 
 
@@ -33,6 +34,7 @@ class Snapshot:
     version: str
     layers: Layers
     connection: duckdb.DuckDBPyConnection
+    answers: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -78,6 +80,16 @@ class Source:
                 self._snapshot = Snapshot(version, layers, load(layers.tables()))
             self._checked = now
             return self._snapshot
+
+    def remembered(self, question: tuple[Any, ...], answer: Callable[[Snapshot], Any]) -> Any:
+        """`answer` of the newest snapshot, computed once per question until the store changes: pages poll."""
+        snapshot = self.snapshot()
+        found = snapshot.answers.get(question)
+        if found is None:
+            if len(snapshot.answers) >= CACHED_ANSWERS:
+                snapshot.answers.clear()
+            found = snapshot.answers[question] = answer(snapshot)
+        return found
 
     def curves(self, run: RunInfo) -> Curves:
         """Downsampled metrics of a run, read again only when its writer has spoken since."""

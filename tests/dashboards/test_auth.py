@@ -140,7 +140,6 @@ def test_refusals_have_them_too(guarded):
 
 def test_a_taken_port_is_named():
     sock = listen("127.0.0.1", 0)
-    sock.listen()
     try:
         with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:\d+ .*choose another --port"):
             listen("127.0.0.1", sock.getsockname()[1])

@@ -170,6 +170,12 @@ def test_every_figure_describes_itself_and_is_json(client):
         assert all(len(row) == len(figure["columns"]) for row in figure["rows"])
 
 
+def test_a_chart_can_be_had_without_its_table(client):
+    assert "rows" not in body(client.get("/api/figures/curves?runs=full-1&rows=0"))
+    few = body(client.get("/api/figures/curves?runs=full-1&points=1"))
+    assert len(few["rows"]) == 50  # the table is not thinned
+
+
 def test_csv_has_the_whole_table(client, source):
     answer = client.get("/api/figures/curves.csv?runs=full-1&metric=loss")
     assert answer.headers["content-disposition"] == 'attachment; filename="curves.csv"'
@@ -180,7 +186,7 @@ def test_csv_has_the_whole_table(client, source):
 
 
 def test_csv_cells_cannot_become_formulas():
-    figure = Figure("t", {}, ["a"], [["=1+1"], ["@x"], ["-x"], [-1.5], ["fine"]])
+    figure = Figure("t", {}, ["a"], lambda: [["=1+1"], ["@x"], ["-x"], [-1.5], ["fine"]])
     assert figure.csv().splitlines() == ["a", "'=1+1", "'@x", "'-x", "-1.5", "fine"]
 
 

@@ -39,7 +39,9 @@ def hybrid(source: Source, *, by: Literal["ratio", "pattern"] = "ratio") -> Figu
     notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens."]
     if not known:
         notes.insert(0, "No run in this store is such a hybrid with a perplexity evaluation yet.")
-    return Figure(f"Hybrid {by}: validation perplexity", option, ["model", "source", by, "perplexity"], rows, notes)
+    return Figure(
+        f"Hybrid {by}: validation perplexity", option, ["model", "source", by, "perplexity"], lambda: rows, notes
+    )
 
 
 def _ours(source: Source, by: str) -> list[tuple[str, str, float]]:

@@ -35,17 +35,19 @@ def curves(
     log: bool = False,
     smooth: int = 0,
     full: bool = False,
+    points: int = 2_000,
 ) -> Figure:
     """A metric over training, one line per run: bucket means, with the range of each bucket behind a few lines.
 
     `x` is the step or the hours since the run started, `log` a logarithmic value axis, `smooth` the half-life, in
     points, of an exponential moving average drawn instead of the raw mean. Unless `full`, the value axis of a loss ends
-    where the loss is after the first 3 % of training, so that later differences can be seen.
+    where the loss is after the first 3 % of training, so that later differences can be seen. `points` is how many each
+    line may have (a small chart needs fewer); the table has all that are stored.
     """
     known = source.snapshot().runs(runs)
     if unknown := [run for run in runs if run not in known]:
         raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
-    series, rows, notes, empty = [], [], [], []
+    series, found, notes, empty = [], {}, [], []
     for position, run in enumerate(runs):
         loaded = source.curves(known[run])
         notes += [f"{problem}" for problem in loaded.skipped]
@@ -54,8 +56,8 @@ def curves(
             empty.append(run)
             continue
         start = known[run].created
-        rows += _table(run, curve, start)
-        drawn = refit(curve, max(100, POINTS_ON_SCREEN // len(runs)))
+        found[run] = (curve, start)
+        drawn = refit(curve, max(100, min(points, POINTS_ON_SCREEN // len(runs))))
         series += _lines(run, position, drawn, start, x, band=len(runs) <= 3 and not log and not smooth, smooth=smooth)
         if bad := int(np.sum(curve["nonfinite"].to_numpy())):
             notes.append(f"{run}: {bad:,} values are NaN or infinite and not drawn.")
@@ -65,15 +67,16 @@ def curves(
     if top is not None:
         notes.append("The start of training is above the axis; `full` shows it.")
     title = TITLES.get(metric, metric)
-    return Figure(
-        title, _option(series, metric, x, log, top), ["run", "step", "hours", "min", "mean", "max"], rows, notes
-    )
+    columns = ["run", "step", "hours", "min", "mean", "max"]
+    return Figure(title, _option(series, metric, x, log, top), columns, lambda: _table(found), notes)
 
 
-def _table(run: str, curve: pa.Table, start: float) -> list[list[Any]]:
-    names = ("step", "time", "min", "mean", "max")
-    columns = zip(*(curve[name].to_pylist() for name in names))
-    return [[run, step, round((time - start) / 3600, 6), *values] for step, time, *values in columns]
+def _table(found: dict[str, tuple[pa.Table, float]]) -> list[list[Any]]:
+    rows: list[list[Any]] = []
+    for run, (curve, start) in found.items():
+        columns = zip(*(curve[name].to_pylist() for name in ("step", "time", "min", "mean", "max")))
+        rows += [[run, step, round((time - start) / 3600, 6), *values] for step, time, *values in columns]
+    return rows
 
 
 def _lines(

@@ -29,7 +29,7 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
     notes += [f"{model}: training diverged in the paper." for model, values in paper.items() if values is None]
     if not ours:
         notes.insert(0, "No run in this store has results on these tasks yet; the paper's are shown.")
-    return Figure(f"Zero-shot accuracy (%), {size}", _option(ours, paper), columns, rows, notes)
+    return Figure(f"Zero-shot accuracy (%), {size}", _option(ours, paper), columns, lambda: rows, notes)
 
 
 def _ours(snapshot: Snapshot, runs: list[str] | None) -> dict[str, list[float | None]]:

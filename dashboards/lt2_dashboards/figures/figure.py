@@ -8,6 +8,7 @@ import io
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,15 +24,20 @@ MAX_TEXT = 200  # characters in one name
 class Figure:
     """A chart as ECharts options (colours and fonts come from the page's theme) and the same numbers as a table.
 
-    `columns` name the table's columns with their unit in brackets; `rows` hold str, int, float or None. Rows whose
-    numbers come from the paper say so in a column called "source". `notes` are sentences shown under the chart.
+    `columns` name the table's columns with their unit in brackets; `make_rows` returns its rows of str, int, float or
+    None, and is called only when somebody looks at the table. Rows whose numbers come from the paper say so in a column
+    called "source". `notes` are sentences shown under the chart.
     """
 
     title: str
     option: dict[str, Any]
     columns: list[str]
-    rows: list[list[Any]]
+    make_rows: Callable[[], list[list[Any]]]
     notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def rows(self) -> list[list[Any]]:
+        return self.make_rows()
 
     def csv(self) -> str:
         """The table as CSV; a text that a spreadsheet would run as a formula is prefixed with an apostrophe."""

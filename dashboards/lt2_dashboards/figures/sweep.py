@@ -28,7 +28,7 @@ def sweep(source: Source, *, q: str = "", metric: str = "loss") -> Figure:
     rows = [[run, *(settings[run].get(key, (None, None))[0] for key in keys), value] for run, value in runs]
     notes = [f"{len(varying) - MAX_AXES} more settings differ and are not drawn."] if len(varying) > MAX_AXES else []
     option = _option(runs, keys, settings, metric)
-    return Figure(f"{metric} by settings", option, ["run", *keys, metric], rows, notes)
+    return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, notes)
 
 
 def _settings(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:

@@ -28,19 +28,22 @@ export function figure(name, options = {}) {
     table.hidden = !on;
     canvas.hidden = on;
     toggle.setAttribute("aria-pressed", String(on));
-    draw();
+    if (on && body && !body.rows) load(parameters);
+    else draw();
   }
 
   async function load(next) {
     parameters = next;
-    const suffix = query(next);
+    const { points: _, ...shared } = next;
+    const suffix = query(shared);
     title.setAttribute("href", `/figures/${name}${suffix}`);
     csv.setAttribute("href", `/api/figures/${name}.csv${suffix}`);
     html.setAttribute("href", `/api/figures/${name}.html${suffix}`);
     controller?.abort();
     controller = new AbortController();
     try {
-      const answer = await get(`/api/figures/${name}${suffix}`, controller.signal);
+      const bare = options.small && table.hidden ? { rows: "0" } : {};
+      const answer = await get(`/api/figures/${name}${query({ ...next, ...bare })}`, controller.signal);
       if (!answer.changed && body === answer.body) return;
       body = answer.body;
       options.onBody?.(body);
@@ -58,9 +61,9 @@ export function figure(name, options = {}) {
   function draw() {
     if (!body) return;
     setText(title, options.title ?? body.title);
-    canvas.setAttribute("aria-label", `${body.title}: chart of ${body.rows.length} rows; press Table for the numbers`);
+    canvas.setAttribute("aria-label", `${body.title}: chart; press Table for the numbers`);
     fill(notes, body.notes.map((note) => h("p", {}, note)));
-    if (!table.hidden) return fill(table, numbers(body));
+    if (!table.hidden && body.rows) return void fill(table, numbers(body));
     if (body.option.empty) return clear(body.option.empty);
     paint();
   }

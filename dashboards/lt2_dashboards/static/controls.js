@@ -3,7 +3,8 @@
 import { h } from "./dom.js";
 import { params, setParams } from "./url.js";
 
-export const curveParams = (given = params()) => ({ x: given.x === "time" ? "time" : undefined, log: given.log === "1", smooth: Number(given.smooth) || undefined });
+export const curveParams = (given = params()) => ({ x: given.x === "time" ? "time" : undefined, log: given.log === "1", smooth: Number(given.smooth) || undefined, points: TILE_POINTS });
+const TILE_POINTS = 500; // a tile is some 400 pixels wide
 
 export function curveControls() {
   const pick = (name, label, choices) => {

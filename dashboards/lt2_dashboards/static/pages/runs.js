@@ -224,5 +224,6 @@ export function runsPage(main) {
     draw();
   }
   update();
-  return { update, key, destroy() { stop(); clearTimeout(typing); for (const [, tile] of tiles) tile.destroy(); } };
+  const clock = setInterval(draw, 30000); // "3 min ago" goes on even when nothing is logged
+  return { update, key, destroy() { stop(); clearInterval(clock); clearTimeout(typing); for (const [, tile] of tiles) tile.destroy(); } };
 }
