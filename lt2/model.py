@@ -5,6 +5,7 @@ Shapes: B batch, L tokens, D width, V vocabulary, T loops, N layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
@@ -81,6 +82,7 @@ class LoopedLM(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.depth = config.n_loops  # loops of a pass that does not say; see `at_depth`
         self.schedule: Schedule = layout(config)
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, specs) for specs in weights_per_layer(config))
@@ -103,7 +105,7 @@ class LoopedLM(nn.Module):
     ) -> LoopedOutput:
         seq = self.sequence_info(input_ids, doc_ids, lengths, cache)
         seq.step = step
-        schedule = self.schedule_for(n_loops or self.config.n_loops, step)
+        schedule = self.schedule_for(n_loops or self.depth, step)
         h = self.embed(input_ids)
         depth = halting.start(self.config.halting, self.halt, h, training=self.training)
         loops: list[Tensor] = []
@@ -145,6 +147,14 @@ class LoopedLM(nn.Module):
     def final_norm(self, h: Tensor) -> Tensor:
         return h if self.config.norm_each_loop else self.norm(h)
 
+    def at_depth(self, n_loops: int, *, halting: bool = True) -> LoopedLM:
+        """A view on the same weights that runs n_loops loops; with `halting=False` no token stops earlier."""
+        view = copy.copy(self)
+        view.depth = n_loops
+        if not halting:
+            view.config = self.config.model_copy(update={"halting": None})
+        return view
+
     @property
     def head_weight(self) -> Tensor:  # (V, D)
         return self.embed.weight if self.head is None else self.head.weight
@@ -163,7 +173,7 @@ class LoopedLM(nn.Module):
         self, batch: int, max_len: int, *, n_loops: int | None = None, dtype: torch.dtype | None = None
     ) -> Cache:
         """Empty caches for decoding `batch` rows of up to max_len tokens."""
-        schedule = self.schedule_for(n_loops or self.config.n_loops)
+        schedule = self.schedule_for(n_loops or self.depth)
         weight = self.embed.weight
         kind = dtype or weight.dtype
         return allocate(schedule, self.config.dims, batch=batch, max_len=max_len, dtype=kind, device=weight.device)

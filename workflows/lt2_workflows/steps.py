@@ -14,7 +14,7 @@ from lt2.train_config import TrainConfig
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import STDLIB
 from lt2_platform.data.tokenize import load_tokenizer
-from lt2_platform.evaluate.config import ThroughputConfig
+from lt2_platform.evaluate.config import AnyTask, PerplexityConfig, ThroughputConfig
 from lt2_platform.storage import absolute, filesystem
 from lt2_platform.train.config import PretrainConfig, PretrainModel, resolve_model
 from lt2_workflows.attempt import StepContext
@@ -158,54 +158,43 @@ def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
 
 
 class EvaluateStep(StepConfig):
-    """Validation perplexity and throughput of a checkpoint (or of the newest one of a run)."""
+    """Tasks on a checkpoint (or on the newest one of a run), at its own depth or at each of `loops`."""
 
     produces: ClassVar[str] = "evaluation"
     type: Literal["evaluate"] = "evaluate"
     checkpoint: CheckpointRef | str
     data: DatasetRef | str
-    batch_size: int = Field(default=8, ge=1)
-    max_sequences: int | None = Field(default=None, ge=1)
-    document_mask: bool = False
-    throughput: ThroughputConfig | None = ThroughputConfig()
+    tasks: tuple[AnyTask, ...] = Field(default=(PerplexityConfig(), ThroughputConfig()), min_length=1)
+    loops: tuple[int, ...] = ()
 
 
 @step_type(EvaluateStep)
 def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
-    """Result: {"validation": …, "throughput": … or None}; the numbers also go to the run in the results store."""
-    import torch
-
-    from lt2_platform.data.stream import PackedDataset
-    from lt2_platform.evaluate.throughput import measure
-    from lt2_platform.evaluate.validation import perplexity
+    """Result: {"rows": as of lt2_platform.evaluate.tasks.run_tasks}; they also go to the run in the results store."""
+    from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.results import ResultsStore
-    from lt2_platform.train.checkpoint import load_model, read_info, resolve
 
-    uri = resolve(context.path(config.checkpoint))
-    model, _, _ = load_model(uri)
-    step = read_info(uri).state.step
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    context.progress({"message": "validation perplexity"})
-    validation = perplexity(
-        model,
-        PackedDataset(context.path(config.data), "validation"),
-        batch_size=config.batch_size,
-        max_sequences=config.max_sequences,
-        document_mask=config.document_mask,
+    found = evaluate_checkpoint(
+        context.path(config.checkpoint),
+        config.tasks,
+        data=context.path(config.data),
+        loops=config.loops,
+        out=context.out,
+        progress=context.progress,
     )
-    measured = None
-    if config.throughput is not None:
-        context.progress({"message": "throughput"})
-        measured = measure(model.bfloat16() if torch.cuda.is_available() else model, config.throughput)
-    rows = [{"metric": name, "value": float(validation[name])} for name in ("loss", "perplexity")]
-    if measured is not None:
-        names = ("prefill_tokens_per_s", "decode_tokens_per_s")
-        rows += [{"metric": name, "value": measured[name]["median"]} for name in names]
     run = context.run_id
     if isinstance(config.checkpoint, Ref):
         run = context.workflow.steps[config.checkpoint.step].id
-    ResultsStore(context.storage).log_eval(run, "validation", [row | {"step": step} for row in rows])
-    return {"run": run, "step": step, "validation": validation, "throughput": measured}
+    store = ResultsStore(context.storage)
+    for name, rows in found.evaluations().items():
+        store.log_eval(run, name, rows)
+    return {
+        "run": run,
+        "step": found.step,
+        "n_loops": found.n_loops,
+        "parameters": found.parameters,
+        "rows": found.rows,
+    }
 
 
 # report
@@ -230,22 +219,29 @@ def run_report(config: ReportStep, context: StepContext) -> dict[str, Any]:
     rows = [
         _row("unigram entropy of the corpus", splits["train"]["unigram_entropy"], "nats/token", "loss without context"),
         _row("training loss", training["loss"], "nats/token", f"after {training['tokens']:,} tokens"),
-        _row("validation loss", evaluation["validation"]["loss"], "nats/token", "held-out documents"),
-        _row("validation perplexity", evaluation["validation"]["perplexity"], "", ""),
     ]
-    measured = evaluation["throughput"]
-    if measured is not None:
-        where = f"batch {measured['batch_size']}, context {measured['context']:,}, {measured['dtype']}"
-        rows += [
-            _row(f"{phase} throughput", measured[f"{phase}_tokens_per_s"]["median"], "tokens/s", where)
-            for phase in ("prefill", "decode")
-        ]
-        rows.append(_row("parameters", measured["parameters"], "", f"applied {measured['n_loops']} times"))
+    rows += [_row(_label(row), row["value"], row.get("unit", ""), _note(row)) for row in evaluation["rows"]]
+    rows.append(_row("parameters", evaluation["parameters"], "", f"applied {evaluation['n_loops']} times"))
     text = f"\n{config.title}, run {training['run']}\n\n{table(rows, ['metric', 'value', 'unit', 'note'])}\n"
     out = f"{context.step.folder}/out"
     context.storage.write_json(f"{out}/report.json", {"title": config.title, "run": training["run"], "rows": rows})
     context.storage.write_bytes(f"{out}/report.txt", text.encode())
     return {"text": text, "run": training["run"]}
+
+
+def _label(row: dict[str, Any]) -> str:
+    if row["task"] == "perplexity":
+        return f"validation {row['metric']}"
+    return (
+        row["metric"].removesuffix("_tokens_per_s") + " throughput"
+        if row["task"] == "throughput"
+        else row["task"] + " " + row["metric"]
+    )
+
+
+def _note(row: dict[str, Any]) -> str:
+    stderr = f"± {row['stderr']:.4g}" if row.get("stderr") is not None else ""
+    return ", ".join(part for part in (stderr, row.get("note", "")) if part)
 
 
 def _row(metric: str, value: float, unit: str, note: str) -> dict[str, Any]:

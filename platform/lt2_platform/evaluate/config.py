@@ -1,15 +1,48 @@
-"""What to evaluate. Importable without torch, so that plans and recipes are instant."""
+"""What to evaluate, as configs. Importable without torch, so that plans and recipes are instant.
+
+A task of one's own is a subclass of `TaskConfig` in a file of one's own: its `module` names a function
+(config, model, context: lt2_platform.evaluate.tasks.TaskContext) -> rows.
+"""
 
 from __future__ import annotations
 
-from lt2.config import Config
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny
+
+from lt2.extension import Extension
 
 
-class ThroughputConfig(Config):
+class TaskConfig(Extension):
+    """Base of all tasks."""
+
+    noun: ClassVar[str] = "task"
+
+    def run(self, model: Any, context: Any) -> list[dict[str, Any]]:
+        """The task's rows: flat dicts with `metric` and `value`, and maybe `stderr`, `n`, `unit` and `note`."""
+        return self.implementation()(self, model, context)
+
+
+AnyTask = Annotated[SerializeAsAny[TaskConfig], BeforeValidator(TaskConfig.read)]
+
+
+class PerplexityConfig(TaskConfig):
+    """Loss (nats per token) and perplexity on the held-out split of the data."""
+
+    module: ClassVar[str] = "lt2_platform.evaluate.validation:perplexity_rows"
+    type: Literal["perplexity"] = "perplexity"
+    batch_size: int = Field(default=8, ge=1)
+    max_sequences: int | None = Field(default=None, ge=1)
+    document_mask: bool = False
+
+
+class ThroughputConfig(TaskConfig):
     """What to measure. The defaults are the protocol; fewer steps or repeats are for a quick look."""
 
-    batch_size: int = 1
-    context: int = 1024
-    decode_steps: int = 128
-    warmups: int = 3
-    repeats: int = 5
+    module: ClassVar[str] = "lt2_platform.evaluate.throughput:throughput_rows"
+    type: Literal["throughput"] = "throughput"
+    batch_size: int = Field(default=1, ge=1)
+    context: int = Field(default=1024, ge=1)
+    decode_steps: int = Field(default=128, ge=1)
+    warmups: int = Field(default=3, ge=0)
+    repeats: int = Field(default=5, ge=1)

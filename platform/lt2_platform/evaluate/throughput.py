@@ -6,6 +6,7 @@ tokens, EOS off, B·steps over their time. Warm-ups are excluded; the median and
 
 from __future__ import annotations
 
+import copy
 import platform
 import statistics
 import time
@@ -14,10 +15,29 @@ from typing import Any
 
 import torch
 
-from lt2.accounting import cache_bytes, forward_flops, parameters
+from lt2.accounting import forward_flops, parameters
 from lt2.decode import GreedyStep
 from lt2.model import LoopedLM
 from lt2_platform.evaluate.config import ThroughputConfig
+from lt2_platform.evaluate.tasks import TaskContext
+from lt2_platform.storage import Storage
+
+
+def throughput_rows(config: ThroughputConfig, model: LoopedLM, context: TaskContext) -> list[dict[str, Any]]:
+    """The task "throughput": tokens per second of prefill and decode, on a GPU of a bf16 copy of the model.
+
+    All else that was measured goes to `<out>/throughput.json`.
+    """
+    if model.embed.weight.is_cuda:
+        model = copy.deepcopy(model).bfloat16()
+    found = measure(model, config)
+    Storage(context.out).write_json("throughput.json", found)
+    where = f"batch {config.batch_size}, context {config.context:,}, {found['dtype']}"
+    return [
+        {"metric": name, "value": found[name]["median"], "n": config.repeats, "unit": "tokens/s", "note": where}
+        | {"q1": found[name]["q1"], "q3": found[name]["q3"]}
+        for name in ("prefill_tokens_per_s", "decode_tokens_per_s")
+    ]
 
 
 @torch.inference_mode()
@@ -29,7 +49,6 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
     """
     model.eval()
     device = model.embed.weight.device
-    dtype = model.embed.weight.dtype
     generator = torch.Generator().manual_seed(seed)
     shape = (config.batch_size, config.context)
     input_ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
@@ -55,20 +74,21 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
             current = step(current)
 
     decode_times = timed(decode, config, device)
+    counts = parameters(model.config)
     n_prefill = config.batch_size * config.context
     n_decode = config.batch_size * config.decode_steps
     return {
-        **config.model_dump(),
+        **config.model_dump(exclude={"type", "source"}),
         "prefill_tokens_per_s": rate(n_prefill, prefill_times),
         "decode_tokens_per_s": rate(n_decode, decode_times),
-        "n_loops": model.config.n_loops,
-        "parameters": parameters(model.config).total,
-        "unrolled_parameters": parameters(model.config).unrolled,
-        "forward_flops_per_token": forward_flops(model.config, config.context),
-        "cache_bytes": cache_bytes(model.config, cache.max_len, batch=config.batch_size, dtype=dtype),
+        "n_loops": model.depth,
+        "parameters": counts.total,
+        "unrolled_parameters": counts.total + counts.stack * (model.depth - 1),
+        "forward_flops_per_token": forward_flops(model.config, config.context, n_loops=model.depth),
+        "cache_bytes": sum(tensor.nbytes for loop in cache.layers for layer in loop for tensor in layer.values()),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "cuda_graphs": step.graph is not None,
     }

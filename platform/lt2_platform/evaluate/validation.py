@@ -14,6 +14,31 @@ from lt2.loss import next_token_objective
 from lt2.model import LoopedLM
 from lt2.training import Batch
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.evaluate.config import PerplexityConfig
+from lt2_platform.evaluate.tasks import TaskContext
+
+
+def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskContext) -> list[dict[str, Any]]:
+    """The task "perplexity"."""
+    if context.dataset is None:
+        raise ConfigError("task perplexity needs packed data with a validation split; name it as the evaluation's data")
+    found = perplexity(
+        model,
+        context.dataset,
+        batch_size=config.batch_size,
+        max_sequences=config.max_sequences,
+        document_mask=config.document_mask,
+    )
+    return [
+        {
+            "metric": "loss",
+            "value": found["loss"],
+            "n": found["tokens"],
+            "unit": "nats/token",
+            "note": "held-out documents",
+        },
+        {"metric": "perplexity", "value": found["perplexity"], "n": found["tokens"], "unit": "", "note": ""},
+    ]
 
 
 @torch.no_grad()
@@ -35,7 +60,7 @@ def perplexity(
         raise ConfigError(f"{dataset.uri}: no validation sequences; prepare with a larger validation_fraction")
     if dataset.vocab_size > model.config.vocab_size:
         raise ConfigError(
-            f"{dataset.uri} was tokenised with {dataset.vocab_size} tokens but the model has {model.config.vocab_size}; "
+            f"{dataset.uri} has {dataset.vocab_size} kinds of token, the model {model.config.vocab_size}; "
             "evaluate it on data prepared with its own tokenizer"
         )
     was_training = model.training
@@ -53,7 +78,7 @@ def perplexity(
 
 
 def unigram_entropy(dataset: PackedDataset, *, max_sequences: int = 4096) -> float:
-    """Entropy in nats of the token distribution, from the first max_sequences rows: the loss of a model with no context."""
+    """Entropy (nats) of the first max_sequences rows' token distribution: the loss of a model with no context."""
     counts = np.zeros(dataset.vocab_size, dtype=np.int64)
     for rows in chunks(min(dataset.n_sequences, max_sequences), 256):
         counts += np.bincount(dataset.batch(rows)["tokens"].reshape(-1), minlength=len(counts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lt2.config import HybridLayout
 from lt2.mixer_configs import FullConfig, GatedDeltaNetConfig
 from lt2.train_config import TrainConfig
-from lt2_platform.evaluate.config import ThroughputConfig
+from lt2_platform.evaluate.config import PerplexityConfig, ThroughputConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
 from lt2_workflows.steps import (
@@ -37,15 +37,17 @@ def quickstart() -> Workflow:
                     layout=HybridLayout(attention=FullConfig(), mixer=GatedDeltaNetConfig(), ratio="1:4"),
                 ),
                 train=TrainConfig(
-                    steps=150, global_batch_size=16, lr=3e-3, warmup_steps=20, log_every=1, checkpoint_every=50
+                    steps=120, global_batch_size=16, lr=3e-3, warmup_steps=20, log_every=1, checkpoint_every=50
                 ),
                 resources=TrainResources(num_workers=2),
             ),
             "evaluate": EvaluateStep(
                 checkpoint=training,
                 data=data,
-                max_sequences=128,
-                throughput=ThroughputConfig(context=256, decode_steps=32, warmups=1, repeats=3),
+                tasks=(
+                    PerplexityConfig(max_sequences=128),
+                    ThroughputConfig(context=256, decode_steps=32, warmups=1, repeats=3),
+                ),
             ),
             "report": ReportStep(
                 title="LT2-hybrid",

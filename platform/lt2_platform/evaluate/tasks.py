@@ -1,0 +1,170 @@
+"""Running tasks on a model: at its own depth, or at several, with the compute that each depth spent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lt2.accounting import forward_flops
+from lt2.config import ConfigError
+from lt2.model import LoopedLM, LoopedOutput
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.config import TaskConfig
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """What a task may use besides the model.
+
+    Attributes:
+        checkpoint: URI of the checkpoint the model came from.
+        tokenizer: the one the model was trained with.
+        dataset: the held-out split of the data; None when the evaluation names none.
+        out: a folder (path or URI) of this task at this depth; an evaluation that was cut off finds its files again.
+        progress: takes {"message": …} and numbers to show.
+    """
+
+    checkpoint: str
+    tokenizer: Tokenizer
+    dataset: PackedDataset | None
+    out: str
+    progress: Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How deep a model is run: `n_loops`, each token stopping earlier where `early_exit` lets its halting decide."""
+
+    n_loops: int
+    early_exit: bool
+
+    def view(self, model: LoopedLM) -> LoopedLM:
+        return model.at_depth(self.n_loops, halting=self.early_exit)
+
+    @property
+    def name(self) -> str:
+        return f"loops-{self.n_loops}" + ("-early-exit" if self.early_exit else "")
+
+
+def depths(model: LoopedLM, loops: Sequence[int]) -> list[Depth]:
+    """As the model was trained if `loops` is empty; else each of `loops` in full, and early exit if the model halts.
+
+    Raises:
+        ConfigError: a depth below 1, or given twice.
+    """
+    halts = model.config.halting is not None
+    if not loops:
+        return [Depth(model.config.n_loops, halts)]
+    if min(loops) < 1 or len(set(loops)) < len(loops):
+        raise ConfigError(f"loops {list(loops)}: give different depths of at least 1, e.g. [1, 2, 4, 8]")
+    return [Depth(n, False) for n in loops] + ([Depth(model.config.n_loops, True)] if halts else [])
+
+
+def run_tasks(
+    tasks: Sequence[TaskConfig], model: LoopedLM, context: TaskContext, *, loops: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """Rows of every task at every depth: the task's own, with `task`, `n_loops`, `early_exit` and the compute spent.
+
+    `mean_loops` and `flops_per_token` (forward) are averages over the tokens the model saw; a task that runs another
+    copy of the model has none. A task whose type occurs twice is told apart by its place: "perplexity", "perplexity-1".
+
+    Raises:
+        ConfigError: a task returned something that is not rows, or a value that is not a number.
+    """
+    rows = []
+    for depth in depths(model, loops):
+        view = depth.view(model).eval()
+        for name, task in named(tasks):
+            context.progress({"message": f"{name}, {depth.n_loops} loops" + (", early exit" * depth.early_exit)})
+            with Spent(view) as spent, torch.inference_mode():
+                found = task.run(view, replace(context, out=f"{context.out}/{name}/{depth.name}"))
+            place = {"task": name, "n_loops": depth.n_loops, "early_exit": depth.early_exit, **spent.summary()}
+            rows += [place | checked(name, row) for row in found]
+    return rows
+
+
+def named(tasks: Sequence[TaskConfig]) -> list[tuple[str, TaskConfig]]:
+    counts: Counter[str] = Counter()
+    found = []
+    for task in tasks:
+        label = getattr(task, "name", None) or task.type
+        found.append((f"{label}-{counts[label]}" if counts[label] else label, task))
+        counts[label] += 1
+    return found
+
+
+def checked(task: str, row: Any) -> dict[str, Any]:
+    """`row` if it can be stored; its value as a float."""
+    if not isinstance(row, dict) or not isinstance(row.get("metric"), str) or "value" not in row:
+        raise ConfigError(
+            f"task {task} returned {row!r}; a row is a dict with 'metric' (a name) and 'value' (a number)"
+        )
+    nested = [key for key, item in row.items() if not isinstance(item, str | int | float | bool | None)]
+    if nested or isinstance(row["value"], str | None):
+        raise ConfigError(f"task {task}, metric {row['metric']}: {nested or ['value']} must be plain numbers")
+    return row | {"value": float(row["value"])}
+
+
+def proportion(metric: str, hits: int, n: int, **more: Any) -> dict[str, Any]:
+    """The row of a share of n items, with its standard error (sample variance, as lm-eval's)."""
+    mean = hits / n
+    return {"metric": metric, "value": mean, "stderr": math.sqrt(mean * (1 - mean) / max(n - 1, 1)), "n": n, **more}
+
+
+class Spent:
+    """Counts the tokens that pass through a model and the loops they ran, while it is entered.
+
+    FLOPs are what the loops need, from the accounting: a token that halted is charged only the loops it ran, and the
+    mixers' sequence terms are taken at the mean length.
+    """
+
+    def __init__(self, model: LoopedLM):
+        self.model = model
+        self.loops: Counter[int] = Counter()
+        self.positions = 0.0
+
+    def __enter__(self) -> Spent:
+        self.hook = self.model.register_forward_hook(self.count, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hook.remove()
+
+    def count(self, model: Any, args: tuple, kwargs: dict[str, Any], output: LoopedOutput) -> None:
+        B, L = output.hidden.shape[:2]
+        cache, lengths = kwargs.get("cache"), kwargs.get("lengths")
+        span = L if cache is None else cache.used
+        if output.loops_used is None:
+            # The padding of a prefill is not counted; reading `lengths` is free, decode steps have none.
+            tokens = B * L if lengths is None else int(lengths.sum())
+            self.loops[kwargs.get("n_loops") or self.model.depth] += tokens
+        else:
+            used = output.loops_used
+            if lengths is not None:
+                used = used[torch.arange(L, device=used.device) < lengths[:, None]]
+            tokens = used.numel()
+            self.loops.update(dict(enumerate(used.flatten().bincount().tolist())))
+        self.positions += tokens * span
+
+    def summary(self) -> dict[str, float]:
+        total = sum(self.loops.values())
+        if not total:
+            return {}
+        length = max(round(self.positions / total), 1)
+        used = {n: count for n, count in self.loops.items() if count}
+        flops = sum(count * forward_flops(self.model.config, length, n_loops=n) for n, count in used.items())
+        mean = sum(n * count for n, count in used.items()) / total
+        return {"mean_loops": mean, "flops_per_token": flops / total}
+
+
+def depth_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per task and metric and depth: score beside mean loops and forward FLOPs per token."""
+    kept = ("task", "metric", "n_loops", "early_exit", "mean_loops", "flops_per_token", "value", "stderr", "n")
+    order = sorted(rows, key=lambda r: (r["task"], r["metric"], r["early_exit"], r["n_loops"]))
+    return [{key: row.get(key) for key in kept} for row in order]

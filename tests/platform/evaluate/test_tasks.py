@@ -1,0 +1,172 @@
+"""Tasks through the evaluate step: shipped ones, a user's own from a file, and tables over depth."""
+
+import textwrap
+
+import pytest
+import torch
+
+from lt2.accounting import forward_flops
+from lt2.config import ConfigError
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.evaluate.config import PerplexityConfig, TaskConfig, ThroughputConfig
+from lt2_platform.evaluate.tasks import Spent, TaskContext, proportion, run_tasks
+from lt2_platform.evaluate.validation import perplexity
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_platform.train.checkpoint import load_model
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.graph import Workflow
+from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.steps import EvaluateStep, run_evaluate
+from tests.platform.evaluate.tiny import model, save
+from tests.platform.train.packed import write_dataset
+
+OWN_TASK = """
+    from typing import ClassVar, Literal
+    import torch
+    from lt2_platform.evaluate.config import TaskConfig
+    from lt2_platform.evaluate.tasks import proportion
+
+    class CopyConfig(TaskConfig):
+        '''Does the model repeat the last byte of its prompt?'''
+        module: ClassVar[str] = "copying"
+        type: Literal["copying"] = "copying"
+        prompts: tuple[str, ...] = ("aaa", "bbb")
+
+    def copying(config, model, context):
+        hits = 0
+        for prompt in config.prompts:
+            ids = torch.tensor(context.tokenizer.encode_batch([prompt])[0].tolist())[None]
+            predicted = model.logits(model(ids).hidden[0, -1]).argmax()
+            hits += int(predicted == ids[0, -1])
+        return [proportion("accuracy", hits, len(config.prompts), loops_seen=model.depth)]
+"""
+TINY_THROUGHPUT = {"type": "throughput", "context": 8, "decode_steps": 2, "warmups": 0, "repeats": 2}
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_dataset(tmp_path / "data")
+
+
+def evaluate(root, checkpoint, data, **fields):
+    record = {"type": "evaluate", "checkpoint": checkpoint, "data": data, **fields}
+    workflow = workflow_from_record({"workflow": "test", "steps": {"evaluate": record}}, source="test")
+    context = StepContext(Storage(str(root)), workflow, workflow.steps["evaluate"], lambda values: None)
+    return run_evaluate(context.step.config, context)
+
+
+def context(tmp_path, data=None):
+    dataset = None if data is None else PackedDataset(data, "validation")
+    return TaskContext("memory", ByteTokenizer(), dataset, str(tmp_path / "out"), lambda values: None)
+
+
+def test_a_task_from_a_users_file_runs_through_the_evaluate_step(tmp_path, data):
+    file = tmp_path / "copying_task.py"
+    file.write_text(textwrap.dedent(OWN_TASK))
+    checkpoint = save(tmp_path / "run", model())
+    root = tmp_path / "storage"
+    own = {"type": "copying", "source": str(file), "prompts": ["xyz", "q", "hello"]}
+    result = evaluate(root, checkpoint, data, tasks=[{"type": "perplexity"}, own], loops=[1, 3])
+    rows = [row for row in result["rows"] if row["task"] == "copying"]
+    assert [(row["n_loops"], row["loops_seen"]) for row in rows] == [(1, 1), (3, 3)]
+    assert all(row["n"] == 3 for row in rows)
+    assert result["step"] == 3
+    stored = {row["metric"] for row in ResultsStore(Storage(str(root))).results()}
+    assert stored == {"depth/copying/accuracy", "depth/perplexity/loss", "depth/perplexity/perplexity"}
+    evals = ResultsStore(Storage(str(root))).index().evals
+    assert {name for _, name, _ in evals} == {"depth"}
+    assert {(row["task"], row["n_loops"]) for _, _, row in evals} >= {("copying", 1), ("perplexity", 3)}
+
+
+def test_unknown_task_types_are_named():
+    with pytest.raises(ValueError, match=r"unknown task type 'perplexty'; did you mean 'perplexity'"):
+        TaskConfig.read({"type": "perplexty"})
+
+
+def test_the_steps_defaults_are_not_part_of_its_identity():
+    step = lambda **fields: EvaluateStep(checkpoint="c", data="d", **fields)  # noqa: E731
+    identity = lambda config: Workflow("w", {"evaluate": config}).steps["evaluate"].fingerprint  # noqa: E731
+    assert identity(step()) == identity(step(tasks=(PerplexityConfig(), ThroughputConfig())))
+    assert identity(step()) != identity(step(tasks=(PerplexityConfig(max_sequences=3),)))
+
+
+def test_perplexity_at_a_depth_is_that_of_a_model_run_so_deep(tmp_path, data):
+    net = model(n_loops=3)
+    rows = run_tasks([PerplexityConfig()], net, context(tmp_path, data), loops=[1, 3, 6])
+    losses = {row["n_loops"]: row["value"] for row in rows if row["metric"] == "loss"}
+    assert losses[3] == perplexity(net, PackedDataset(data, "validation"))["loss"]
+    tokens = torch.as_tensor(PackedDataset(data, "validation").batch([0, 1, 2, 3])["tokens"])
+    for n_loops in (1, 6):
+        logits = net.logits(net(tokens[:, :-1], n_loops=n_loops).hidden)
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        assert losses[n_loops] == pytest.approx(expected.item(), rel=1e-5)
+    flops = {row["n_loops"]: row["flops_per_token"] for row in rows}
+    assert flops == {n: pytest.approx(forward_flops(net.config, 12, n_loops=n)) for n in (1, 3, 6)}
+    assert net.depth == 3
+
+
+def test_a_model_that_halts_gets_an_early_exit_row_with_the_loops_it_used(tmp_path, data):
+    net = model(n_loops=4, halting={"type": "exit_gate", "threshold": 0.6})
+    rows = run_tasks([PerplexityConfig()], net, context(tmp_path, data), loops=[1, 4])
+    assert [(row["n_loops"], row["early_exit"]) for row in rows[::2]] == [(1, False), (4, False), (4, True)]
+    full, early = rows[2], rows[4]
+    assert full["mean_loops"] == 4
+    used = net(torch.as_tensor(PackedDataset(data, "validation").batch([0, 1, 2, 3])["tokens"])[:, :-1]).loops_used
+    assert used is not None
+    assert early["mean_loops"] == pytest.approx(float(used.double().mean()))
+    assert 1 < early["mean_loops"] < 4
+    assert forward_flops(net.config, 12, n_loops=1) < early["flops_per_token"] < full["flops_per_token"]
+    assert early["value"] != full["value"]
+
+
+def test_spent_counts_no_padding_and_leaves_no_hook(tmp_path):
+    net = model()
+    with Spent(net) as spent:
+        net(torch.zeros(2, 6, dtype=torch.int64), lengths=torch.tensor([6, 2]), cache=net.init_cache(2, 8))
+    assert spent.loops == {2: 8}
+    net(torch.zeros(1, 6, dtype=torch.int64))
+    assert spent.loops == {2: 8}
+
+
+def test_throughput_rows_and_their_metadata(tmp_path):
+    rows = run_tasks([TaskConfig.read(TINY_THROUGHPUT)], model(), context(tmp_path), loops=[1, 2])
+    assert [row["metric"] for row in rows] == ["prefill_tokens_per_s", "decode_tokens_per_s"] * 2
+    assert all(row["value"] > 0 for row in rows)
+    of_one, of_two = (Storage(f"{tmp_path}/out/throughput/loops-{n}").read_json("throughput.json") for n in (1, 2))
+    assert (of_one["n_loops"], of_two["n_loops"]) == (1, 2)
+    assert of_two["cache_bytes"] == 2 * of_one["cache_bytes"]
+    assert of_two["unrolled_parameters"] > of_one["unrolled_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("loops", "message"), [([0], "at least 1"), ([2, 2], "different depths")], ids=["zero", "twice"]
+)
+def test_bad_depths(tmp_path, loops, message):
+    with pytest.raises(ConfigError, match=message):
+        run_tasks([PerplexityConfig()], model(), context(tmp_path), loops=loops)
+
+
+def test_perplexity_without_data_says_what_is_missing(tmp_path):
+    with pytest.raises(ConfigError, match="needs packed data"):
+        run_tasks([PerplexityConfig()], model(), context(tmp_path))
+
+
+def test_rows_that_cannot_be_stored_are_refused(tmp_path, monkeypatch):
+    for row, message in [({"metric": "m"}, "a row is a dict"), ({"metric": "m", "value": [1]}, "plain numbers")]:
+        monkeypatch.setattr(PerplexityConfig, "run", lambda *_, row=row: [row])
+        with pytest.raises(ConfigError, match=message):
+            run_tasks([PerplexityConfig()], model(), context(tmp_path))
+
+
+def test_proportions_have_the_standard_error_of_a_sample_mean():
+    hits = [1.0, 0.0, 1.0, 1.0]
+    row = proportion("acc", 3, 4)
+    assert row["stderr"] == pytest.approx(float(torch.tensor(hits, dtype=torch.float64).std() / 2))
+
+
+def test_checkpoints_are_read_as_saved(tmp_path):
+    net = model()
+    loaded, _, _ = load_model(save(tmp_path, net))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), loaded.parameters()))
