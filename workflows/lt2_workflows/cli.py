@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lt2_workflows import model_commands
+
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
     from lt2_workflows.executor import Outcome
@@ -146,10 +148,7 @@ def generate(
     from lt2_platform.data.tokenize import encode, load_tokenizer
     from lt2_platform.train.checkpoint import load_model
 
-    # A name as `lt2 status` and `lt2 results` show it means that step of the storage root.
-    root = _storage(storage)
-    named = "/" not in checkpoint and root.exists(f"steps/{checkpoint}/out")
-    model, _, info = load_model(root.join("steps", checkpoint, "out") if named else checkpoint)
+    model, _, info = load_model(model_commands.find_checkpoint(_storage(storage), checkpoint))
     tokenizer = load_tokenizer(info["file"] or "byte")
     (tokens,) = continue_tokens(
         model,
@@ -162,6 +161,11 @@ def generate(
         seed=seed,
     )
     typer.echo(text + tokenizer.decode(tokens))
+
+
+app.command("check-mixer")(model_commands.check_mixer)
+app.command()(model_commands.export)
+app.add_typer(model_commands.bench, name="bench")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,0 +1,158 @@
+"""Commands about models rather than workflows: check-mixer, export, bench mixers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+DEFAULT_MIXERS = "full,window,gdn,kda,deltanet,mamba2,gla,retnet"
+
+
+def check_mixer(
+    mixer: Annotated[str, typer.Argument(metavar="MIXER", help="path.py:MyMixerConfig, or a shipped type.")],
+    fields: Annotated[str, typer.Option(help='Config fields as JSON, e.g. \'{"window": 8}\'.')] = "{}",
+    dim: Annotated[int, typer.Option(min=1)] = 32,
+    num_heads: Annotated[int, typer.Option("--heads", min=1)] = 2,
+    seq_len: Annotated[int, typer.Option(min=12)] = 24,
+) -> None:
+    """Check a mixer of your own, in fp64: decoding, padding, packed documents, caches, accounting, gradients."""
+    from lt2.check_mixer import check_mixer as run_checks
+
+    report = run_checks(mixer, fields=read_json(fields, "--fields"), dim=dim, num_heads=num_heads, seq_len=seq_len)
+    typer.echo(str(report))
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder, in the Hugging Face layout.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    storage: Annotated[str | None, typer.Option("--storage", metavar="ROOT")] = None,
+) -> None:
+    """Write a checkpoint for `from_pretrained`, with a certificate that the written model computes the same."""
+    import torch
+
+    from lt2.config import ConfigError
+    from lt2.interop.export import export_checkpoint
+    from lt2_platform.storage import Storage
+    from lt2_platform.train.checkpoint import load_model
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
+    model, _, tokenizer = load_model(find_checkpoint(Storage(storage), checkpoint))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    checks = export_checkpoint(
+        model,
+        folder,
+        tokenizer=tokenizer["file"],
+        bos_id=tokenizer["bos_id"],
+        eos_id=tokenizer["eos_id"],
+        dtype=dtypes[dtype],
+        device=device,
+    )
+    worst = max(checks, key=lambda check: check.error / check.tolerance)
+    typer.echo(
+        f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at {worst.n_loops} loops, "
+        f"{worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
+    )
+
+
+@bench.callback()
+def bench_help() -> None:
+    """Measure on this machine."""
+
+
+@bench.command("mixers")
+def bench_mixers(
+    dim: Annotated[int, typer.Option(min=1)] = 1024,
+    num_heads: Annotated[int, typer.Option("--heads", min=1)] = 16,
+    seq_len: Annotated[int, typer.Option(min=128, help="The longest; lengths double from 512 up to it.")] = 8192,
+    mixers: Annotated[
+        str, typer.Option(help='Comma-separated types, or a JSON list of configs: \'[{"type": "window", "window": 512}]\'.')
+    ] = DEFAULT_MIXERS,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write OUT.json and the plot OUT.png.")] = None,
+) -> None:
+    """Whole mixer layers at your shape: time, memory, cache, and the length from which each beats full attention."""
+    import torch
+
+    from lt2.layer_bench import bench_layers, crossover, name
+    from lt2_workflows.console import table
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = read_json(mixers, "--mixers") if mixers.lstrip().startswith("[") else [{"type": m} for m in mixers.split(",")]
+    if not any(fields.get("type") == "full" for fields in chosen):
+        chosen = [{"type": "full"}, *chosen]
+    lengths = doubling(min(512, seq_len), seq_len)
+    dtype = torch.bfloat16 if where == "cuda" else torch.float32
+    rows = []
+    for row in bench_layers(
+        chosen, dim=dim, num_heads=num_heads, seq_lens=lengths, batch=batch, device=where, dtype=dtype
+    ):
+        rows.append(row)
+        typer.echo(f"\r{row['mixer']} at {row['seq_len']:,}        ", err=True, nl=False)
+    typer.echo("", err=True)
+    columns = ["mixer", "seq_len", "train_ms", "us_per_token", "decode_ms", "saved_bytes", "peak_bytes", "cache_bytes"]
+    typer.echo(table([{c: row.get(c) for c in columns} for row in rows], columns))
+    typer.echo("")
+    for fields in chosen:
+        if fields["type"] == "full":
+            continue
+        at = crossover(rows, name(fields))
+        text = f"faster than full attention from {at:,.0f} tokens" if at else f"not faster up to {lengths[-1]:,} tokens"
+        typer.echo(f"{name(fields):<24} {text}")
+    if out is not None:
+        out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+        plot(rows, out.with_suffix(".png"), f"dim {dim}, {num_heads} heads, batch {batch}, {where}")
+
+
+def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Microseconds per token (left) and milliseconds per decoded token (right) over the length, both log-log."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, key, label in zip(axes, ("us_per_token", "decode_ms"), ("train, µs per token", "decode, ms per token")):
+        for mixer in dict.fromkeys(row["mixer"] for row in rows):
+            points = [(row["seq_len"], row[key]) for row in rows if row["mixer"] == mixer and key in row]
+            axis.plot(*zip(*points), marker="o", markersize=3, linewidth=1.2, label=mixer)
+        axis.set(xscale="log", yscale="log", xlabel="sequence length", ylabel=label)
+        axis.grid(visible=True, which="both", linewidth=0.3)
+    axes[0].legend(fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def find_checkpoint(storage: Storage, checkpoint: str) -> str:
+    """A path or URI as it is; a name as `lt2 status` and `lt2 results` show it means that step of the storage root."""
+    named = "/" not in checkpoint and storage.exists(f"steps/{checkpoint}/out")
+    return storage.join("steps", checkpoint, "out") if named else checkpoint
+
+
+def doubling(first: int, last: int) -> list[int]:
+    lengths = [first]
+    while lengths[-1] * 2 <= last:
+        lengths.append(lengths[-1] * 2)
+    return lengths if lengths[-1] == last else [*lengths, last]
+
+
+def read_json(text: str, option: str) -> Any:
+    from lt2.config import ConfigError
+
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option} is not JSON ({error.msg} at character {error.pos}): {text}") from error
