@@ -79,10 +79,11 @@ class ShortConv(nn.Module):
             cache["conv"].copy_(padded.gather(1, last[..., None].expand(-1, -1, C)))
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if seq.doc_ids is None and not x.is_cuda:
+        if seq.doc_ids is None and not x.is_cuda and L > self.size:
             y = F.conv1d(padded.transpose(1, 2), weight[:, None], bias, groups=C).transpose(1, 2)
             return F.silu(y)
-        # cuDNN's depthwise convolution is slow in bf16; shifted products fuse into one kernel when compiled.
+        # cuDNN's depthwise convolution is slow in bf16, and oneDNN's has a high fixed cost for one token. Shifted products
+        # fuse into one kernel when compiled.
         y = x * weight[:, -1] if bias is None else x * weight[:, -1] + bias
         for back in range(1, self.size):
             shifted = padded[:, self.size - 1 - back :][:, :L] * weight[:, -1 - back]
