@@ -171,10 +171,10 @@ def test_training_the_indexer_brings_its_choice_to_attention():
 def test_training_memory_grows_linearly(monkeypatch):
     monkeypatch.setitem(bags.GATHERED, "cpu", 1 << 12)
     monkeypatch.setitem(bags.INVERTED, "cpu", 1 << 12)
-    monkeypatch.setattr(indexer, "CPU_PIECE", 1 << 12)
+    monkeypatch.setattr(indexer, "CPU_PIECE", 1 << 13)
     for mixer in (late(SMALL), {**SMALL, "top_k": 1024}):  # sparse, and the dense KL of the warm-up
         small, medium, large = (sparse_models.peak_bytes(mixer, DIMS, length) for length in (128, 256, 512))
-        assert large - medium <= 2.1 * (medium - small)
+        assert large - medium < 2.5 * (medium - small)  # 2 is linear, 4 quadratic
         assert large <= 2.1 * medium
 
 

@@ -79,7 +79,7 @@ def test_training_memory_grows_linearly(monkeypatch):
     monkeypatch.setitem(bags.INVERTED, "cpu", 1 << 12)
     monkeypatch.setattr(compressed, "CPU_PIECE", 1 << 12)
     small, medium, large = (sparse_models.peak_bytes(SMALL, DIMS, length) for length in (128, 256, 512))
-    assert large - medium <= 2.1 * (medium - small)
+    assert large - medium < 2.5 * (medium - small)  # 2 is linear, 4 quadratic
     assert large <= 2.1 * medium
 
 
