@@ -90,6 +90,8 @@ def read_step(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
 def read_log(storage: Storage, step_id: str, attempt: int) -> dict[str, Any]:
     """The end of an attempt's log. Undecodable bytes are shown as �; control characters are left to the page."""
     path = f"steps/{checked(step_id)}/attempts/{attempt}/log"
+    if not 0 < attempt < 10**9:
+        raise ConfigError(f"no attempt {str(attempt)[:20]} of {step_id}")
     try:
         with storage.open(path) as file:
             size = file.seek(0, 2)

@@ -26,7 +26,7 @@ CACHED_CURVES = 64  # about 1 MB each
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The store at one moment, as the tables of results_tables.py and `numbers`: metrics and evaluations together.
+    """The store at one moment, as the tables of results_tables.py and `numbers`: last values and evaluations together.
 
     Every text that came from a user reaches SQL as a bound parameter.
     """
@@ -114,7 +114,8 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
         connection.execute(f"CREATE TABLE {name} AS SELECT * FROM arrow")
         connection.unregister("arrow")
     connection.execute(
-        "CREATE VIEW numbers AS SELECT run, metric, value FROM metrics UNION ALL "
-        "SELECT run, concat_ws('/', name, task, metric), value FROM evals WHERE value IS NOT NULL"
+        "CREATE TABLE numbers AS SELECT run, metric, value FROM metrics UNION ALL "
+        "SELECT run, concat_ws('/', name, task, metric) AS metric, arg_max(value, rowid) FROM evals "
+        "WHERE value IS NOT NULL GROUP BY ALL"  # of an evaluation that was repeated, the last
     )
     return connection

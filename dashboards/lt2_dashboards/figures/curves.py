@@ -13,11 +13,12 @@ from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.queries import Source
 from lt2_platform.results_curves import refit
 
+SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
 TITLES = {
     "loss": "Training loss (nats per token)",
-    "grad_norm": "Gradient norm before clipping",
+    "grad_norm": "Gradient norm",
     "lr": "Learning rate",
     "tokens_per_s": "Throughput (tokens/s)",
     "step_time": "Step time (s)",
@@ -38,6 +39,8 @@ def curves(
     points: int = 2_000,
 ) -> Figure:
     """A metric over training, one line per run: bucket means, with the range of each bucket behind a few lines.
+
+    The gradient norm of many runs is drawn as the largest in each bucket.
 
     `x` is the step or the hours since the run started, `log` a logarithmic value axis, `smooth` the half-life, in
     points, of an exponential moving average drawn instead of the raw mean. Unless `full`, the value axis of a loss ends
@@ -82,17 +85,20 @@ def _table(found: dict[str, tuple[pa.Table, float]]) -> list[list[Any]]:
 def _lines(
     run: str, position: int, curve: pa.Table, start: float, x: str, *, band: bool, smooth: int
 ) -> list[dict[str, Any]]:
+    banded = band and int(curve["width"].to_numpy().max()) > 1
+    metric = curve["metric"][0].as_py()
     across = curve["step"].to_pylist() if x == "step" else ((curve["time"].to_numpy() - start) / 3600).tolist()
-    mean = curve["mean"].to_numpy()
+    # Gradient spikes are what one looks for, and a mean over a bucket would hide them; the band shows them already.
+    value = curve["max" if metric in SPIKY and not banded and not smooth else "mean"].to_numpy()
     across = [rounded(value) if x == "time" else value for value in across]
     line = {
         "type": "line",
         "name": run,
         "colorIndex": position,
         "showSymbol": curve.num_rows < 2,
-        "data": [[a, rounded(v)] for a, v in zip(across, _smoothed(mean, smooth))],
+        "data": [[a, rounded(v)] for a, v in zip(across, _smoothed(value, smooth))],
     }
-    if not band or int(curve["width"].to_numpy().max()) == 1:
+    if not banded:
         return [line]
     low, high = curve["min"].to_numpy(), curve["max"].to_numpy()
     common = {"type": "line", "name": run, "stack": f"range {run}", "band": True, "colorIndex": position}

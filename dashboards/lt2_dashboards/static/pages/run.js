@@ -58,7 +58,7 @@ export function runPage(main, run) {
         tiles.set(metric, figure("curves", { small: true, group: "run" }));
         grid.append(tiles.get(metric).element);
       }
-      tiles.get(metric).load({ runs: run, metric, ...curveParams() });
+      tiles.get(metric).load({ runs: run, metric, ...curveParams(), ...(metric === order[0] ? { points: 1500 } : {}) });
     }
   }
 

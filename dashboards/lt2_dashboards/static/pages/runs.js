@@ -194,7 +194,7 @@ export function runsPage(main) {
     const missing = !runs.length;
     grid.classList.toggle("idle", missing);
     if (missing) return;
-    for (const [metric, tile] of tiles) tile.load({ runs: runs.join(","), metric, ...curveParams() });
+    for (const [metric, tile] of tiles) tile.load({ runs: runs.join(","), metric, ...curveParams(), ...(metric === TILES[0] ? { points: 1500 } : {}) });
   }
 
   function emptyNote(body) {
