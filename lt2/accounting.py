@@ -50,7 +50,7 @@ def forward_flops(config: ModelConfig, seq_len: int, *, n_loops: int | None = No
     total = 2.0 * config.vocab_size * config.dim
     for loop in range(loops):
         for layer, spec in enumerate(schedule[min(loop, len(schedule) - 1)]):
-            block = blocks[layer]
+            block: Any = blocks[layer]
             mixer = block.mixers[spec.weights]
             used = [p.numel() for p in mixer.parameters() if p.dim() > 1]
             used += [m.numel for m in mixer.modules() if isinstance(m, SharedRows)]

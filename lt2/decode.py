@@ -15,8 +15,8 @@ from lt2.model import LoopedLM
 class GreedyStep:
     """Feed one token per row, return the most likely next one; (B,) int64 -> (B,) int64.
 
-    On CUDA the step is captured once for this cache and replayed, so that a model of N·T small layers is not bound by
-    kernel launches. The cache must not be reallocated meanwhile. A model that halts per token asks the device after each
+    On CUDA the step is captured once for this cache and replayed, so that N·T small layers are not bound by kernel
+    launches. The cache must not be reallocated meanwhile. A model that halts per token asks the device after each
     loop whether to go on, so it is never captured.
     """
 

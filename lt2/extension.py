@@ -1,8 +1,8 @@
 """Configs of which users may add kinds of their own, in one file, without touching LT2: mixers, objectives, tasks.
 
-A kind is a config class with a new literal `type`, and the class or function its `module` names. A config that gives that
-file as `source` ("path/to/file.py") has it imported when the config is read, so that a record replays wherever the file
-is. Importable without torch.
+A kind is a config class with a new literal `type`, and the class or function its `module` names. A config that gives
+that file as `source` ("path/to/file.py") has it imported when the config is read, so that a record replays wherever the
+file is. Importable without torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
-
 
 SHIPPED = ("lt2.", "lt2_platform.", "lt2_workflows.")
 
@@ -96,7 +95,8 @@ def load_source(path: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

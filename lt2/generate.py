@@ -5,7 +5,7 @@ Shapes: B prompts, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ def generate(
     eos_id: int | None = None,
     seed: int = 0,
     n_loops: int | None = None,
+    stop: Callable[[list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt; returns the new tokens only, up to and including eos_id.
 
-    temperature 0 is greedy. Prompts of different lengths are right-padded and masked, so a prompt's continuation does
-    not depend on what else is in the batch.
+    temperature 0 is greedy. A continuation ends early where `stop`, asked after every new token, is true. Prompts of
+    different lengths are right-padded and masked, so a continuation does not depend on what else is in the batch.
 
     Raises:
         ConfigError: an empty prompt, a token outside the vocabulary, or sampling settings out of range.
@@ -56,7 +57,7 @@ def generate(
         for row, value in enumerate(token.tolist()):
             if not done[row]:
                 new[row].append(value)
-                done[row] = value == eos_id
+                done[row] = value == eos_id or (stop is not None and stop(new[row]))
         if all(done) or len(new[done.index(False)]) == max_new_tokens:
             break
         last = model(token[:, None], cache=cache, n_loops=n_loops).hidden[:, 0]
@@ -92,7 +93,7 @@ def check_request(
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ConfigError(f"prompt {row} has no tokens; start it with the tokenizer's BOS")
-        if not (0 <= min(prompt) and max(prompt) < vocab_size):
+        if not (min(prompt) >= 0 and max(prompt) < vocab_size):
             raise ConfigError(f"prompt {row} has a token outside the vocabulary of {vocab_size}; check the tokenizer")
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; it cannot be negative")

@@ -1,4 +1,4 @@
-"""Time, memory and cache of whole mixer layers at the user's own shape: what would this mixer cost me, and from where on?
+"""Time, memory and cache of whole mixer layers at the user's own shape: what would a mixer cost, and from where on?
 
 Shapes: B batch, L tokens, D width.
 """
@@ -36,7 +36,7 @@ def bench_layers(
 
     `train_ms` is a forward and backward of the layer, projections included; `saved_bytes` what it keeps for backward;
     `peak_bytes` the allocator's peak above the start (CUDA only); `decode_ms` one token after seq_len cached ones;
-    `cache_bytes` that layer's cache. Times are medians of `repeats` after one warm-up. Running out of memory is a result.
+    `cache_bytes` that layer's cache. Times are medians of `repeats` after one warm-up. Out of memory is a result.
 
     Raises:
         ConfigError: a mixer that cannot be built at this shape.
@@ -76,7 +76,8 @@ def one_layer(fields: dict[str, Any], dim: int, num_heads: int, max_seq_len: int
 
 
 def measure(model: LoopedLM, batch: int, seq_len: int, repeats: int, decode_steps: int) -> dict[str, Any]:
-    block, spec = model.blocks[0], model.schedule[0][0]
+    block: Any = model.blocks[0]
+    spec = model.schedule[0][0]
     mixer = block.mixers[spec.weights]
     weight = model.embed.weight
     device, dtype = weight.device, weight.dtype
@@ -117,7 +118,8 @@ def measure(model: LoopedLM, batch: int, seq_len: int, repeats: int, decode_step
 def decode_ms(model: LoopedLM, batch: int, seq_len: int, repeats: int, steps: int) -> float:
     """Milliseconds per token of the mixer alone, its cache holding seq_len tokens."""
     spec = model.schedule[0][0]
-    mixer = model.blocks[0].mixers[spec.weights]
+    block: Any = model.blocks[0]
+    mixer = block.mixers[spec.weights]
     cache = model.init_cache(batch, seq_len + steps)
     weight = model.embed.weight
     x = torch.randn(batch, 1, model.config.dim, device=weight.device, dtype=weight.dtype)

@@ -79,11 +79,11 @@ class ShortConv(nn.Module):
             cache["conv"].copy_(padded.gather(1, last[..., None].expand(-1, -1, C)))
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if seq.doc_ids is None and not x.is_cuda and L > self.size:
+        if seq.doc_ids is None and not x.is_cuda and self.size < L:
             y = F.conv1d(padded.transpose(1, 2), weight[:, None], bias, groups=C).transpose(1, 2)
             return F.silu(y)
-        # cuDNN's depthwise convolution is slow in bf16, and oneDNN's has a high fixed cost for one token. Shifted products
-        # fuse into one kernel when compiled.
+        # cuDNN's depthwise convolution is slow in bf16, and oneDNN's has a high fixed cost for one token. Shifted
+        # products fuse into one kernel when compiled.
         y = x * weight[:, -1] if bias is None else x * weight[:, -1] + bias
         for back in range(1, self.size):
             shifted = padded[:, self.size - 1 - back :][:, :L] * weight[:, -1 - back]
@@ -101,7 +101,7 @@ def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def mask_padding(seq: SequenceInfo, *tensors: Tensor) -> list[Tensor]:
-    """Zero the padded tokens of each (B, L, …) tensor: a zero key and a zero log-decay leave a recurrent state as it is."""
+    """Zero the padded tokens of each (B, L, …) tensor: a zero key and log-decay leave a recurrent state as it is."""
     if seq.valid is None:
         return list(tensors)
     return [t * seq.valid.view(*seq.valid.shape, *(1,) * (t.dim() - 2)).to(t.dtype) for t in tensors]

@@ -1,1 +1,1 @@
-"""The parts of scripts/gpu_check. Each is a generator part(dry_run, only) of result rows, run alone in its own process."""
+"""The parts of scripts/gpu_check: generators part(dry_run, only) of result rows, each in a process of its own."""

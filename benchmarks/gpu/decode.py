@@ -31,13 +31,16 @@ def random_model(config: ModelConfig, *, compile: bool) -> LoopedLM:
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype) -> LoopedLM:
-    """Weights of a sensible scale drawn on the device in seconds; a throughput figure does not depend on their values."""
+    """Weights of a sensible scale, drawn on the device in seconds; throughput does not depend on their values."""
     with torch.device("meta"):
         model = LoopedLM(config).to(dtype)
     model = model.to_empty(device=device())
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else p.fill_(0.0 if "log" in name or "bias" in name else 1.0)
+            if p.dim() > 1:
+                p.normal_(std=p.shape[-1] ** -0.5)
+            else:
+                p.fill_(0.0 if "log" in name or "bias" in name else 1.0)
     return model
 
 

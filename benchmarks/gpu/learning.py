@@ -52,7 +52,8 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 110.0) -> Itera
         if only is not None and name not in only:
             continue
         for n_loops in (4, 1):
-            row: dict[str, Any] = {"part": "learning", "model": name, "n_loops": n_loops, "steps": steps, "length": length}
+            row: dict[str, Any] = {"part": "learning", "model": name, "n_loops": n_loops}
+            row |= {"steps": steps, "length": length}
             if time.perf_counter() - started > deadline:
                 yield {**row, "skipped": "time"}
                 continue

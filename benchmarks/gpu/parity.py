@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import torch

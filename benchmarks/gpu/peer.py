@@ -1,4 +1,4 @@
-"""The peer of the training part: fla's own layers, MLP and fused loss in a plain loop of T passes, as a user would write it."""
+"""The peer of the training part: fla's own layers, MLP and fused loss in a plain loop of T passes."""
 
 from __future__ import annotations
 

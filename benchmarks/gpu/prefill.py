@@ -1,4 +1,4 @@
-"""Prefill throughput of 1.3B models over context × batch, and where each runs out of memory (the paper's figure, thinned)."""
+"""Prefill throughput of 1.3B models over context and batch, and where each runs out of memory (the paper's figure)."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def store(cache: LayerCache, k: Tensor, v: Tensor, window: int | None, seq: Sequ
     A pad of a full cache lands beyond the row's length, where nothing reads it before it is overwritten. In a ring it
     would evict a token still in sight, so there each slot gathers the last valid token that belongs in it.
     """
-    assert seq.starts is not None and seq.lengths is not None
+    assert seq.starts is not None
+    assert seq.lengths is not None
     M, L = cache["k"].shape[1], k.shape[1]
     rows = torch.arange(k.shape[0], device=k.device)[:, None]
     if L == 1:

@@ -7,6 +7,8 @@ programs past a row's length stop at once, so a captured CUDA graph stays valid 
 Shapes: B rows, M cache slots, G key/value heads, R query heads per key/value head, E head_dim, S splits.
 """
 
+# Triton passes plain ints as constexpr; pyright cannot know.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import torch
@@ -94,8 +96,8 @@ def split_attention_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths:
     M, G, V = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     R = heads // G
     splits = max(1, min(-(-M // BLOCK_M), PROGRAMS // (B * G)))
-    chunk = triton.cdiv(triton.cdiv(M, splits), BLOCK_M) * BLOCK_M
-    S = triton.cdiv(M, chunk)
+    chunk = -(-M // splits // BLOCK_M) * BLOCK_M
+    S = -(-M // chunk)
     acc = q.new_empty(B * G, S, R, V, dtype=torch.float32)
     high = q.new_empty(B * G, S, R, dtype=torch.float32)
     total = torch.empty_like(high)

@@ -6,6 +6,8 @@ S <- Diag(exp g) S;  u = beta (v - S^T k) or v;  S <- S + k u^T;  o = scale S^T 
 Shapes: B rows, H heads, K head_k_dim, V head_v_dim.
 """
 
+# Triton passes plain ints as constexpr; pyright cannot know.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import torch

@@ -15,7 +15,7 @@ from lt2.objective_configs import ExitGateConfig, NextTokenConfig
 from lt2.train_config import TrainConfig
 from lt2.training import Batch
 
-OWN = '''
+OWN = """
 from typing import ClassVar, Literal
 from lt2.loss import next_token_objective
 from lt2.objective_configs import ObjectiveConfig
@@ -31,7 +31,7 @@ def scaled(config, train):
         loss, n_tokens, metrics = inner(model, batch)
         return config.factor * loss, n_tokens, metrics
     return objective
-'''
+"""
 
 
 def train_config(**fields) -> TrainConfig:
@@ -41,7 +41,13 @@ def train_config(**fields) -> TrainConfig:
 @pytest.fixture
 def model():
     config = ModelConfig(
-        vocab_size=20, dim=16, n_layers=1, n_loops=2, num_heads=2, ffn_hidden=16, layout=UniformLayout(mixer=FullConfig())
+        vocab_size=20,
+        dim=16,
+        n_layers=1,
+        n_loops=2,
+        num_heads=2,
+        ffn_hidden=16,
+        layout=UniformLayout(mixer=FullConfig()),
     )
     return build(config, seed=0)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows import model_commands
+from lt2_workflows import evaluate_commands, model_commands
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -44,6 +44,11 @@ TtlOption = Annotated[
     float, typer.Option(hidden=True, min=1.0, help="Seconds of silence after which a lease is stale.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+app.add_typer(evaluate_commands.pack_app, name="pack")
+app.command("eval")(evaluate_commands.evaluate)
+app.command("compare")(evaluate_commands.compare)
 
 
 class Terminated(KeyboardInterrupt):

@@ -18,7 +18,7 @@ DEFAULT_MIXERS = "full,window,gdn,kda,deltanet,mamba2,gla,retnet"
 
 def check_mixer(
     mixer: Annotated[str, typer.Argument(metavar="MIXER", help="path.py:MyMixerConfig, or a shipped type.")],
-    fields: Annotated[str, typer.Option(help='Config fields as JSON, e.g. \'{"window": 8}\'.')] = "{}",
+    fields: Annotated[str, typer.Option(help="Config fields as JSON, e.g. '{\"window\": 8}'.")] = "{}",
     dim: Annotated[int, typer.Option(min=1)] = 32,
     num_heads: Annotated[int, typer.Option("--heads", min=1)] = 2,
     seq_len: Annotated[int, typer.Option(min=12)] = 24,
@@ -77,7 +77,7 @@ def bench_mixers(
     num_heads: Annotated[int, typer.Option("--heads", min=1)] = 16,
     seq_len: Annotated[int, typer.Option(min=128, help="The longest; lengths double from 512 up to it.")] = 8192,
     mixers: Annotated[
-        str, typer.Option(help='Comma-separated types, or a JSON list of configs: \'[{"type": "window", "window": 512}]\'.')
+        str, typer.Option(help='Comma-separated types, or a JSON list like [{"type": "window", "window": 512}].')
     ] = DEFAULT_MIXERS,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
@@ -90,7 +90,8 @@ def bench_mixers(
     from lt2_workflows.console import table
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = read_json(mixers, "--mixers") if mixers.lstrip().startswith("[") else [{"type": m} for m in mixers.split(",")]
+    listed = mixers.lstrip().startswith("[")
+    chosen = read_json(mixers, "--mixers") if listed else [{"type": mixer} for mixer in mixers.split(",")]
     if not any(fields.get("type") == "full" for fields in chosen):
         chosen = [{"type": "full"}, *chosen]
     lengths = doubling(min(512, seq_len), seq_len)

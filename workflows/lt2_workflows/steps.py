@@ -158,7 +158,10 @@ def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
 
 
 class EvaluateStep(StepConfig):
-    """Tasks on a checkpoint (or on the newest one of a run), at its own depth or at each of `loops`."""
+    """Tasks on a checkpoint (or on the newest one of a run), at its own depth or at each of `loops`.
+
+    With resources.num_workers above 1, tasks that can use so many copies of the model on Ray.
+    """
 
     produces: ClassVar[str] = "evaluation"
     type: Literal["evaluate"] = "evaluate"
@@ -174,12 +177,16 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.results import ResultsStore
 
+    actors = config.resources.num_workers if config.resources.num_workers > 1 else 0
+    if actors:
+        join_ray()
     found = evaluate_checkpoint(
         context.path(config.checkpoint),
         config.tasks,
         data=context.path(config.data),
         loops=config.loops,
         out=context.out,
+        actors=actors,
         progress=context.progress,
     )
     run = context.run_id
@@ -241,7 +248,8 @@ def _label(row: dict[str, Any]) -> str:
 
 def _note(row: dict[str, Any]) -> str:
     stderr = f"± {row['stderr']:.4g}" if row.get("stderr") is not None else ""
-    return ", ".join(part for part in (stderr, row.get("note", "")) if part)
+    depth = f"{row['n_loops']} loops" + ", early exit" * row["early_exit"]
+    return ", ".join(part for part in (stderr, row.get("note", ""), depth) if part)
 
 
 def _row(metric: str, value: float, unit: str, note: str) -> dict[str, Any]:

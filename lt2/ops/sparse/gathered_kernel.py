@@ -5,6 +5,8 @@ its KV head as one tile, padded to 16 rows for the tensor cores. The backward ad
 fp32, so its sums are not bitwise reproducible.
 """
 
+# Triton passes plain ints as constexpr; pyright cannot know.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,7 @@
 """Compile our decode kernels for Hopper, down to machine code and with no GPU; run by test_decode_kernels.py.
 
-A compiled caller passes Python floats as fp64, which the interpreter does not show and Triton's type checker refuses in a
-loop: found on an H200, and what the fp64 cases here are for.
+A compiled caller passes Python floats as fp64, which the interpreter does not show and Triton's type checker refuses in
+a loop: found on an H200, and what the fp64 cases here are for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""`lt2 eval`, `lt2 pack` and `lt2 compare`. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lt2.extension import ConfigError
+
+if TYPE_CHECKING:
+    from lt2_platform.evaluate.config import HarnessConfig
+    from lt2_platform.storage import Storage
+
+pack_app = typer.Typer(help="Evaluation packs: task data as files, so that no worker asks a hub.", no_args_is_help=True)
+
+StorageOption = Annotated[
+    str | None,
+    typer.Option(
+        "--storage", metavar="ROOT", help="Folder or s3://bucket/prefix. [default: $LT2_STORAGE or ./lt2-storage]"
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PackArgument = Annotated[str, typer.Argument(metavar="PACK", help="The pack's folder or s3:// prefix.")]
+
+
+@pack_app.command("build")
+def pack_build(
+    pack: PackArgument,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TASK=PATH]...", help="A jsonl, parquet or `datasets` folder per task."),
+    ] = None,
+    folder: Annotated[
+        str | None, typer.Option("--from", metavar="FOLDER", help="Take every known task found in this folder.")
+    ] = None,
+    revision: Annotated[str, typer.Option(help="Recorded: which version of the data this is.")] = "unknown",
+    licence: Annotated[str, typer.Option(help="Recorded: its licence.")] = "unknown",
+) -> None:
+    """Make a pack from files, or add tasks to one."""
+    from lt2_platform.evaluate.harness import packs
+
+    found = packs.discover(folder) if folder else {}
+    for item in sources or []:
+        task, equals, path = item.partition("=")
+        if not equals:
+            raise ConfigError(f"{item}: expected TASK=PATH, e.g. arc_easy=data/ai2_arc/ARC-Easy")
+        found[task] = path
+    if not found:
+        raise ConfigError("nothing to build: give TASK=PATH or --from FOLDER")
+    manifest = packs.build(pack, found, origin=packs.Origin(revision, licence))
+    for task in found:
+        splits = manifest["tasks"][task]["splits"]
+        rows = ", ".join(f"{split} {record['rows']:,}" for split, record in splits.items())
+        typer.echo(f"{task:<20} {rows}")
+
+
+@pack_app.command("verify")
+def pack_verify(pack: PackArgument) -> None:
+    """Compare every file of a pack with its manifest; exit code 2 if something is wrong."""
+    from lt2_platform.evaluate.harness import packs
+
+    problems = packs.verify(pack)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    typer.echo(f"{pack}: {len(packs.read_manifest(pack)['tasks'])} tasks, all files as recorded")
+
+
+def evaluate(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, its folder, a run's name, an HF model folder, or a .gguf file."
+        ),
+    ],
+    pack: Annotated[str, typer.Option(metavar="PACK", help="The evaluation pack to read (`lt2 pack build`).")],
+    suite: Annotated[str, typer.Option(help="core, recall, ruler, reasoning, or tasks=NAME,NAME.")] = "core",
+    loops: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Depths to evaluate at. [default: as trained]")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items per task, for a quick look.")] = None,
+    num_fewshot: Annotated[int, typer.Option(min=0)] = 0,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Window in tokens. [default: the model's]")] = None,
+    actors: Annotated[int, typer.Option(min=0, help="Copies of the model on Ray; 0 stays in this process.")] = 0,
+    storage: StorageOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Evaluate a model on a suite; what an interrupted evaluation has answered is not asked again."""
+    from lt2_platform.evaluate.checkpoints import evaluate_anything
+    from lt2_platform.evaluate.tasks import depth_table
+    from lt2_platform.results import ResultsStore
+    from lt2_platform.storage import Storage
+    from lt2_workflows.console import table
+    from lt2_workflows.local_ray import join_ray, leave_ray
+
+    root = Storage(storage)
+    place, run = located(root, checkpoint)
+    depths = [int(part) for part in loops.split(",")] if loops else []
+    config = harness_config(
+        suite,
+        pack=pack,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        max_length=max_length,
+    )
+    identity = hashlib.sha256(json.dumps([config.model_dump(mode="json"), place], sort_keys=True).encode()).hexdigest()
+    out = root.join("evals", run, identity[:12])
+    if actors:
+        join_ray()
+    try:
+        found = evaluate_anything(place, [config], out=out, loops=depths, actors=actors, progress=say)
+    finally:
+        leave_ray()
+    for name, rows in found.evaluations().items():
+        ResultsStore(root).log_eval(run, name, rows)
+    if json_:
+        typer.echo(json.dumps(found.rows, indent=2))
+        return
+    shown = depth_table(found.rows)
+    columns = ["task", "metric", "value", "stderr", "n"]
+    typer.echo(table(shown, columns + ["n_loops", "early_exit", "mean_loops", "flops_per_token"] * bool(depths)))
+    typer.echo(f"stored as {run} in {root.root}; items and answers in {out}")
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="A run's name, or the folder of an evaluation.")],
+    b: Annotated[str, typer.Argument(metavar="B")],
+    storage: StorageOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Per-task differences between two evaluated models on the items both answered, with their significance."""
+    from lt2_platform.evaluate.compare import compare as compare_items
+    from lt2_platform.storage import Storage
+    from lt2_workflows.console import table
+
+    root = Storage(storage)
+    rows = compare_items(*(evaluation_folder(root, name) for name in (a, b)))
+    if json_:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    typer.echo(table(rows, ["task", "metric", "a", "b", "difference", "stderr", "p_value", "n", "note"]))
+
+
+def harness_config(suite: str, **fields: Any) -> HarnessConfig:
+    """Raises ConfigError for a suite that is not there."""
+    from lt2_platform.evaluate.config import HarnessConfig
+    from lt2_platform.evaluate.harness.suites import suite_tasks
+
+    key, equals, names = suite.partition("=")
+    if equals and key == "tasks":
+        return HarnessConfig(tasks=tuple(name for name in names.split(",") if name), **fields)
+    suite_tasks(suite, ())
+    return HarnessConfig.model_validate({"suite": suite, **fields})
+
+
+def located(root: Storage, name: str) -> tuple[str, str]:
+    """(where the model is, name of its run in the results store)."""
+    if "/" not in name and root.exists(f"steps/{name}/out"):
+        return root.join("steps", name, "out"), name
+    if "://" in name:
+        return name, "eval-" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    place = Path(name).expanduser().resolve()
+    if not place.exists():
+        raise ConfigError(
+            f"{name} is neither a run under {root.root} nor a checkpoint or model folder; see `lt2 status`"
+        )
+    return str(place), f"eval-{place.stem}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
+
+
+def evaluation_folder(root: Storage, name: str) -> str:
+    if "/" in name:
+        return name
+    if not root.exists(f"evals/{name}"):
+        raise ConfigError(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
+    return root.join("evals", name)
+
+
+def say(values: dict[str, Any]) -> None:
+    batch = f", batch {values['batch']}/{values['batches']}" if "batch" in values else ""
+    typer.echo(f"{values.get('message', '')}{batch}", err=True)
