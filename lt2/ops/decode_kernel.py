@@ -8,7 +8,7 @@ Shapes: B rows, M cache slots, G key/value heads, R query heads per key/value he
 """
 
 # Triton passes plain ints as constexpr; pyright cannot know.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

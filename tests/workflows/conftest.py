@@ -14,7 +14,6 @@ import pytest
 from lt2_platform.storage import Storage
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow
-from tests.platform.conftest import s3_endpoint, s3_environment, s3_root  # noqa: F401  fixtures
 
 FAKE_STEPS = str(Path(__file__).with_name("fake_steps.py"))
 

@@ -1,4 +1,4 @@
-"""An S3 server (moto) in its own process, for every test that asks for `s3_root`."""
+"""What every test may ask for: an S3 server (moto) in its own process."""
 
 import os
 import socket
