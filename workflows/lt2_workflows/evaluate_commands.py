@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2.extension import ConfigError
-
 if TYPE_CHECKING:
     from lt2_platform.evaluate.config import HarnessConfig
     from lt2_platform.storage import Storage
@@ -47,10 +45,10 @@ def pack_build(
     for item in sources or []:
         task, equals, path = item.partition("=")
         if not equals:
-            raise ConfigError(f"{item}: expected TASK=PATH, e.g. arc_easy=data/ai2_arc/ARC-Easy")
+            raise config_error(f"{item}: expected TASK=PATH, e.g. arc_easy=data/ai2_arc/ARC-Easy")
         found[task] = path
     if not found:
-        raise ConfigError("nothing to build: give TASK=PATH or --from FOLDER")
+        raise config_error("nothing to build: give TASK=PATH or --from FOLDER")
     manifest = packs.build(pack, found, origin=packs.Origin(revision, licence))
     for task in found:
         splits = manifest["tasks"][task]["splits"]
@@ -65,7 +63,7 @@ def pack_verify(pack: PackArgument) -> None:
 
     problems = packs.verify(pack)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise config_error("\n".join(problems))
     typer.echo(f"{pack}: {len(packs.read_manifest(pack)['tasks'])} tasks, all files as recorded")
 
 
@@ -166,7 +164,7 @@ def located(root: Storage, name: str) -> tuple[str, str]:
         return name, "eval-" + hashlib.sha256(name.encode()).hexdigest()[:8]
     place = Path(name).expanduser().resolve()
     if not place.exists():
-        raise ConfigError(
+        raise config_error(
             f"{name} is neither a run under {root.root} nor a checkpoint or model folder; see `lt2 status`"
         )
     return str(place), f"eval-{place.stem}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
@@ -176,10 +174,16 @@ def evaluation_folder(root: Storage, name: str) -> str:
     if "/" in name:
         return name
     if not root.exists(f"evals/{name}"):
-        raise ConfigError(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
+        raise config_error(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
     return root.join("evals", name)
 
 
 def say(values: dict[str, Any]) -> None:
     batch = f", batch {values['batch']}/{values['batches']}" if "batch" in values else ""
     typer.echo(f"{values.get('message', '')}{batch}", err=True)
+
+
+def config_error(message: str) -> Exception:
+    from lt2.extension import ConfigError  # brings pydantic, which --help can do without
+
+    return ConfigError(message)

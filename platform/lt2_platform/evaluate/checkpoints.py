@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lt2.accounting import parameters
+from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import load_tokenizer
-from lt2_platform.evaluate.config import TaskConfig
+from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
 from lt2_platform.evaluate.tasks import TaskContext, depth_table, run_tasks
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoint import load_model, read_info, resolve
@@ -44,11 +47,13 @@ def evaluate_checkpoint(
     data: str | None,
     out: str,
     loops: Sequence[int] = (),
+    actors: int = 0,
     progress: Callable[[dict[str, Any]], None] = lambda values: None,
 ) -> Evaluated:
-    """Run tasks on a checkpoint (or the newest one of a run), on a GPU if there is one; also writes `<out>/rows.json`.
+    """Run tasks on a checkpoint (or the newest one of a run), on a GPU if there is one.
 
-    `data` is a packed dataset, for the tasks that need one.
+    The rows and what they came from also go to `<out>/evaluation.json`. `data` is a packed dataset, for tasks that need
+    one.
 
     Raises:
         ConfigError: no such checkpoint or data, a damaged checkpoint, or what a task says of its input.
@@ -62,7 +67,54 @@ def evaluate_checkpoint(
         dataset=PackedDataset(data, "validation") if data is not None else None,
         out=out,
         progress=progress,
+        actors=actors,
     )
     rows = run_tasks(tasks, model, context, loops=loops)
-    Storage(out).write_json("rows.json", rows)
-    return Evaluated(rows, read_info(uri).state.step, config.n_loops, parameters(config).total)
+    found = Evaluated(rows, read_info(uri).state.step, config.n_loops, parameters(config).total)
+    write_record(out, found, uri, tasks)
+    return found
+
+
+def evaluate_anything(
+    place: str,
+    tasks: Sequence[HarnessConfig],
+    *,
+    out: str,
+    loops: Sequence[int] = (),
+    actors: int = 0,
+    progress: Callable[[dict[str, Any]], None] = lambda values: None,
+) -> Evaluated:
+    """`evaluate_checkpoint` without packed data; `place` may also be an HF model folder or a .gguf file.
+
+    Raises:
+        ConfigError: as `evaluate_checkpoint`; also for depths of a model that has one only.
+    """
+    from lt2_platform.evaluate.harness.models import ModelSource, load
+    from lt2_platform.evaluate.harness.run import evaluate
+
+    gguf = place.endswith(".gguf")
+    source = ModelSource(str(Path(place).parent), gguf=Path(place).name) if gguf else ModelSource(place)
+    if not source.is_transformers:
+        return evaluate_checkpoint(place, tasks, data=None, out=out, loops=loops, actors=actors, progress=progress)
+    if loops:
+        raise ConfigError(f"{place} is not a looped model of ours; it has no other depths than its own")
+    rows = []
+    for task in tasks:
+        source = replace(source, max_length=task.max_length)
+        scorer = load(source).scorer
+        found = evaluate(
+            task, source, out=f"{out}/{task.type}/loops-1", scorer=scorer, actors=actors, progress=progress
+        )
+        rows += [{"n_loops": 1, "early_exit": False} | row for row in found]
+    result = Evaluated(rows, 0, 1, 0)
+    write_record(out, result, place, tasks)
+    return result
+
+
+def write_record(out: str, found: Evaluated, place: str, tasks: Sequence[TaskConfig]) -> None:
+    """`<out>/evaluation.json`: the rows and what is needed to get them again."""
+    versions = {package: version(package) for package in ("lt2", "torch", "transformers", "lm_eval")}
+    record = {"model": place, "step": found.step, "n_loops": found.n_loops, "versions": versions, "rows": found.rows}
+    record["tasks"] = [task.model_dump(mode="json") for task in tasks]
+    record["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    Storage(out).write_json("evaluation.json", record)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from lt2.extension import Extension
 
@@ -46,3 +46,28 @@ class ThroughputConfig(TaskConfig):
     decode_steps: int = Field(default=128, ge=1)
     warmups: int = Field(default=3, ge=0)
     repeats: int = Field(default=5, ge=1)
+
+
+class HarnessConfig(TaskConfig):
+    """lm-eval tasks on data from an evaluation pack: a suite of the paper, or tasks by name.
+
+    `num_fewshot` examples come from the pack's training split, drawn with `seed`.
+    """
+
+    module: ClassVar[str] = "lt2_platform.evaluate.harness.run:harness_rows"
+    type: Literal["harness"] = "harness"
+    pack: str
+    suite: Literal["core", "recall", "ruler", "reasoning"] | None = None
+    tasks: tuple[str, ...] = ()
+    limit: int | None = Field(default=None, ge=1)
+    num_fewshot: int = Field(default=0, ge=0)
+    seed: int = 1234
+    batch_size: int = Field(default=16, ge=1)
+    max_length: int | None = Field(default=None, ge=2)
+    cpus_per_actor: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _names_tasks(self) -> HarnessConfig:
+        if (self.suite is None) == (not self.tasks):
+            raise ValueError("give either a suite (core, recall, ruler, reasoning) or tasks by name")
+        return self

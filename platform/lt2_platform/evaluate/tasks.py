@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lt2.accounting import forward_flops
-from lt2.config import ConfigError
+from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import Tokenizer
@@ -28,6 +28,7 @@ class TaskContext:
         dataset: the held-out split of the data; None when the evaluation names none.
         out: a folder (path or URI) of this task at this depth; an evaluation that was cut off finds its files again.
         progress: takes {"message": …} and numbers to show.
+        actors: copies of the model on Ray that a task may ask for; 0 means to stay in this process.
     """
 
     checkpoint: str
@@ -35,6 +36,7 @@ class TaskContext:
     dataset: PackedDataset | None
     out: str
     progress: Callable[[dict[str, Any]], None]
+    actors: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,18 @@ class Spent:
         self.positions += tokens * span
 
     def summary(self) -> dict[str, float]:
-        total = sum(self.loops.values())
-        if not total:
-            return {}
-        length = max(round(self.positions / total), 1)
-        used = {n: count for n, count in self.loops.items() if count}
-        flops = sum(count * forward_flops(self.model.config, length, n_loops=n) for n, count in used.items())
-        mean = sum(n * count for n, count in used.items()) / total
-        return {"mean_loops": mean, "flops_per_token": flops / total}
+        return cost(self.model.config, self.loops, self.positions)
+
+
+def cost(config: ModelConfig, loops: Mapping[int, int], positions: float) -> dict[str, float]:
+    """{"mean_loops", "flops_per_token"} of tokens by the loops they ran, of summed length `positions`; {} of none."""
+    used = {n: count for n, count in loops.items() if count}
+    total = sum(used.values())
+    if not total:
+        return {}
+    length = max(round(positions / total), 1)
+    flops = sum(count * forward_flops(config, length, n_loops=n) for n, count in used.items())
+    return {"mean_loops": sum(n * count for n, count in used.items()) / total, "flops_per_token": flops / total}
 
 
 def depth_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,93 @@
+"""Two evaluated models, item by item: is the difference more than chance?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lt2.config import ConfigError
+from lt2_platform.storage import Storage
+
+Item = tuple[int, str]  # number in its task, and the hash of the document
+
+
+def compare(a: str, b: str) -> list[dict[str, Any]]:
+    """Rows {task, metric, a, b, difference (b - a), stderr, p_value, n, note} over the items that both answered.
+
+    a, b: folders (or URIs) of evaluations, with samples/*.jsonl somewhere below. The error is of the mean of paired
+    differences; the p-value is two-sided: exact for right/wrong metrics (McNemar: of the items only one got right, half
+    by chance), else from the normal distribution.
+
+    Raises:
+        ConfigError: a folder without samples, several depths in both, or no task in common.
+    """
+    left, right = scores(a), scores(b)
+    rows = []
+    for key in sorted(left.keys() & right.keys()):
+        rows.append({"task": key[0], "metric": key[1], **paired(left[key], right[key])})
+    if not rows:
+        tasks = [", ".join(sorted({task for task, _ in found})) for found in (left, right)]
+        raise ConfigError(f"nothing to compare: {a} has {tasks[0]}; {b} has {tasks[1]}")
+    return rows
+
+
+def paired(a: dict[Item, float], b: dict[Item, float]) -> dict[str, Any]:
+    common = sorted(a.keys() & b.keys())
+    if not common:
+        return {"n": 0, "note": "different items"}
+    x, y = (np.array([side[item] for item in common]) for side in (a, b))
+    difference, n = y - x, len(common)
+    stderr = float(difference.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
+    return {
+        "a": float(x.mean()),
+        "b": float(y.mean()),
+        "difference": float(difference.mean()),
+        "stderr": stderr,
+        "p_value": p_value(difference, stderr),
+        "n": n,
+        "note": "" if n == len(a) == len(b) else f"{len(a) + len(b) - 2 * n} items only in one",
+    }
+
+
+def p_value(difference: np.ndarray, stderr: float) -> float:
+    """Of mean difference 0, two-sided; see `compare`."""
+    if np.isin(difference, (-1.0, 0.0, 1.0)).all():
+        better, changed = int((difference > 0).sum()), int((difference != 0).sum())
+        tail = sum(math.comb(changed, k) for k in range(min(better, changed - better) + 1))
+        return min(1.0, 2 * tail / 2**changed)
+    if not stderr > 0:
+        return 1.0 if difference.mean() == 0 else 0.0
+    return math.erfc(abs(float(difference.mean())) / stderr / math.sqrt(2))
+
+
+def scores(folder: str) -> dict[tuple[str, str], dict[Item, float]]:
+    """(task, metric) -> item -> score, of the samples below a folder; the newest evaluation of a task counts."""
+    found: dict[tuple[str, str], dict[Item, float]] = {}
+    depths = set()
+    storage = Storage(folder)
+    newest: dict[str, str] = {}
+    paths = sorted(storage.glob("**/samples/*.jsonl"), key=lambda path: storage.fs.modified(storage.join(path)))
+    for path in paths:
+        newest[path.rsplit("/", 1)[-1]] = path
+    for path in newest.values():
+        depths.add(path.rsplit("/", 3)[-3] if path.count("/") >= 2 else "")
+        for line in read_lines(storage, path):
+            for metric, value in line["scores"].items():
+                item = (line["doc_id"], line["doc_hash"])
+                found.setdefault((line["task"], metric), {})[item] = float(value)
+    if not paths:
+        raise ConfigError(f"{folder} holds no evaluation with samples; run `lt2 eval` first")
+    if len(depths) > 1:
+        raise ConfigError(
+            f"{folder} holds several depths ({', '.join(sorted(depths))}); name the folder of one of them"
+        )
+    return found
+
+
+def read_lines(storage: Storage, path: str) -> Iterator[dict[str, Any]]:
+    for line in storage.read_bytes(path).decode().splitlines():
+        yield json.loads(line)

@@ -1,0 +1,140 @@
+"""Batches of requests, formed once and answered by any number of model actors, each answer kept on disk.
+
+What is in a batch depends only on the set of requests (duplicates asked once, sorted by length, then content), never on
+their order, on how many actors there are, or on which batches an earlier attempt has answered. So the numbers are
+bitwise the same on 1 or N actors of one kind, and a killed evaluation continues on another number of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.harness.models import ModelSource, load
+from lt2_platform.evaluate.harness.scoring import Pair, Scorer
+from lt2_platform.storage import Storage
+
+
+@dataclass(frozen=True)
+class Work:
+    """One batch: pairs to score, or prompts to continue until one of the strings `until` appears."""
+
+    kind: Literal["loglikelihood", "generate"]
+    pairs: tuple[Pair, ...] = ()
+    prompts: tuple[tuple[int, ...], ...] = ()
+    max_new_tokens: int = 0
+    until: tuple[str, ...] = ()
+
+    def key(self, model: str) -> str:
+        """Name of its answer by the model with this identity."""
+        text = json.dumps([model, asdict(self)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass
+class Tally:
+    """What all batches cost: tokens by the loops they ran, Σ tokens · length, and how many were found on disk."""
+
+    loops: dict[int, int] = field(default_factory=dict)
+    positions: float = 0.0
+    batches: int = 0
+    resumed: int = 0
+
+    def add(self, answer: dict[str, Any], *, resumed: bool) -> None:
+        for loops, tokens in answer["loops"].items():
+            self.loops[int(loops)] = self.loops.get(int(loops), 0) + tokens
+        self.positions += answer["positions"]
+        self.batches += 1
+        self.resumed += resumed
+
+
+def batched(items: Sequence[Any], size: int, length: Callable[[Any], int]) -> list[tuple[Any, ...]]:
+    """Distinct items, longest first (so that a batch that does not fit memory fails at once), `size` to a batch."""
+    order = sorted(set(items), key=lambda item: (-length(item), item))
+    return [tuple(order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def answer(scorer: Scorer, tokenizer: Tokenizer, work: Work) -> dict[str, Any]:
+    """JSON-able {"results": [[log-likelihood, greedy], …] or [text, …], "loops", "positions"}."""
+    if work.kind == "loglikelihood":
+        scored = scorer.loglikelihoods(work.pairs)
+        results = [list(result) for result in scored.results]
+    else:
+        stop = lambda ids: any(text in tokenizer.decode(ids) for text in work.until)  # noqa: E731
+        scored = scorer.continuations(work.prompts, work.max_new_tokens, stop)
+        results = [cut(tokenizer.decode(ids), work.until) for ids in scored.results]
+    return {"results": results, "loops": {str(n): c for n, c in scored.loops.items()}, "positions": scored.positions}
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """`text` up to the first of the strings."""
+    for mark in until:
+        text = text.split(mark)[0] if mark else text
+    return text
+
+
+class Dispatcher:
+    """Answers batches here (`actors` 0) or on Ray actors, each with its own copy of the model and the same threads.
+
+    With Ray, an actor that dies is restarted and its batch asked again.
+    """
+
+    def __init__(
+        self, source: ModelSource, out: str, *, actors: int = 0, scorer: Scorer | None = None, cpus: int = 1
+    ) -> None:
+        """`scorer`: the loaded model for answering here, so that it need not be loaded again."""
+        self.source, self.storage, self.actors, self.cpus = source, Storage(out), actors, cpus
+        self.model_id = source.identity()
+        self.scorer = scorer
+        self.tally = Tally()
+        self.pool: list[Any] = []
+
+    def run(self, works: Sequence[Work], progress: Callable[[dict[str, Any]], None]) -> list[list[Any]]:
+        """The results of each batch, in order; what `out` already holds is not asked again."""
+        names = [f"batches/{work.key(self.model_id)}.json" for work in works]
+        known = {name for name in names if self.storage.exists(name)}
+        missing = [(name, work) for name, work in zip(names, works) if name not in known]
+        for done, (name, found) in enumerate(self.answers(missing), start=1):
+            self.storage.write_json(name, found)
+            progress({"batch": done + len(known), "batches": len(works)})
+        answers = [self.storage.read_json(name) for name in names]
+        for name, found in zip(names, answers):
+            self.tally.add(found, resumed=name in known)
+        return [found["results"] for found in answers]
+
+    def answers(self, missing: Sequence[tuple[str, Work]]):
+        """(name, answer) as they come."""
+        if not missing:
+            return
+        if not self.actors:
+            if self.scorer is None:
+                self.scorer = load(self.source).scorer
+            for name, work in missing:
+                yield name, answer(self.scorer, self.source.load_tokenizer(), work)
+            return
+        import ray
+        from ray.util import ActorPool
+
+        if not self.pool:
+            gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
+            actor = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_restarts=3, max_task_retries=3)(ModelActor)
+            self.pool = [actor.remote(self.source, self.cpus) for _ in range(self.actors)]
+        ask = lambda actor, item: actor.answer.remote(*item)  # noqa: E731
+        yield from ActorPool(self.pool).map_unordered(ask, list(missing))
+
+
+class ModelActor:
+    """One copy of the model on a Ray worker."""
+
+    def __init__(self, source: ModelSource, threads: int):
+        torch.set_num_threads(threads)  # sums may be split by thread, and all actors must split them alike
+        self.loaded = load(source)
+
+    def answer(self, name: str, work: Work) -> tuple[str, dict[str, Any]]:
+        return name, answer(self.loaded.scorer, self.loaded.tokenizer, work)

@@ -1,0 +1,130 @@
+"""Which model is evaluated, as data that a worker elsewhere can load: ours by checkpoint, any by its HF folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from lt2.config import ConfigError
+from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
+from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, TransformersScorer, check_vocabulary
+from lt2_platform.storage import Storage
+from lt2_platform.train.checkpoint import COMPLETE, load_model, read_info, resolve
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model as it is to be run.
+
+    Attributes:
+        place: a checkpoint's URI (a folder named step-…), or a folder with an HF config.json.
+        n_loops: depth of a looped model; None as trained.
+        early_exit: whether halting may stop tokens earlier.
+        dtype: "float32" or "bfloat16".
+        max_length: tokens read at once; None takes the model's own.
+        gguf: name of the GGUF file in an HF folder, if the weights are one.
+    """
+
+    place: str
+    n_loops: int | None = None
+    early_exit: bool = True
+    dtype: str = "float32"
+    max_length: int | None = None
+    gguf: str | None = None
+
+    @property
+    def is_transformers(self) -> bool:
+        return "://" not in self.place and bool(self.gguf or (Path(self.place) / "config.json").is_file())
+
+    def identity(self) -> str:
+        """sha256 of the weights' own record and of how they are run; equal wherever the files are."""
+        if self.is_transformers:
+            files = sorted(path for path in Path(self.place).iterdir() if path.is_file())
+            record = [(path.name, _sha256(path)) for path in files]
+        else:
+            record = Storage(resolve(self.place)).read_json(COMPLETE)["files"]
+        text = json.dumps([record, asdict(self) | {"place": None}], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def load_tokenizer(self) -> Tokenizer:
+        if self.is_transformers:
+            return FolderTokenizer.load(self.place, self.gguf)
+        uri = resolve(self.place)
+        file = read_info(uri).tokenizer.get("file")
+        return load_tokenizer(Storage(uri).join(file) if file else "byte")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    scorer: Scorer
+    tokenizer: Tokenizer
+
+
+def load(source: ModelSource) -> Loaded:
+    """The model on this process's device, and its tokenizer. Raises ConfigError if they do not fit each other."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, source.dtype)
+    tokenizer = source.load_tokenizer()
+    if source.is_transformers:
+        from transformers import AutoModelForCausalLM
+
+        options = {"gguf_file": source.gguf} if source.gguf else {}
+        model = AutoModelForCausalLM.from_pretrained(source.place, dtype=dtype, **options)
+        model = cast(nn.Module, model).to(device)
+        config: Any = model.config
+        check_vocabulary(config.vocab_size, tokenizer.vocab_size, source.place)
+        length = source.max_length or getattr(config, "max_position_embeddings", None)
+        if length is None:
+            raise ConfigError(f"{source.place}: its config names no maximum length; give max_length")
+        return Loaded(TransformersScorer(model, max_length=length, eos_id=tokenizer.eos_id), tokenizer)
+    model, config, _ = load_model(source.place)
+    check_vocabulary(config.vocab_size, tokenizer.vocab_size, source.place)
+    view = model.to(device, dtype).at_depth(source.n_loops or config.n_loops, halting=source.early_exit)
+    return Loaded(LoopedScorer(view, max_length=source.max_length, eos_id=tokenizer.eos_id), tokenizer)
+
+
+class FolderTokenizer:
+    """An HF folder's tokenizer behind our interface; `bos_id` only if the tokenizer itself begins texts with it."""
+
+    def __init__(self, tokenizer: Any, name: str):
+        self._tokenizer = tokenizer
+        self.name = name
+        self.vocab_size = len(tokenizer)
+        self.eos_id = tokenizer.eos_token_id
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
+        first = tokenizer("a").input_ids[0]
+        self.bos_id = first if first == tokenizer.bos_token_id else None
+        text = json.dumps(sorted(tokenizer.get_vocab().items()))
+        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+
+    @classmethod
+    @functools.lru_cache(maxsize=2)
+    def load(cls, folder: str, gguf: str | None) -> FolderTokenizer:
+        from transformers import AutoTokenizer
+
+        options = {"gguf_file": gguf} if gguf else {}
+        return cls(AutoTokenizer.from_pretrained(folder, **options), Path(folder).name)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._tokenizer(list(texts), add_special_tokens=False).input_ids
+        return [np.array(ids, dtype=np.uint32) for ids in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,216 @@
+"""Evaluation packs: the data of lm-eval tasks as files of ours, so that no worker ever asks a hub.
+
+    <pack>/manifest.json              per task: splits (file, rows, sha256), source, revision, licence, format or YAML
+    <pack>/<task>/<split>.parquet     rows in the schema that the task's definition reads
+
+Built once from files or from `datasets` folders; local or on S3. A pack may be added to. Everything read is checked
+against the manifest first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lt2.config import ConfigError
+from lt2_platform.evaluate.harness.suites import FORMATS, UPSTREAM
+from lt2_platform.storage import Storage
+
+MANIFEST, SCHEMA_VERSION = "manifest.json", 1
+SPLITS = ("train", "validation", "test")
+EVALUATED = ("test", "validation", "train")  # the first that a pack has is evaluated
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a manifest says of where data came from; the builder cannot know it."""
+
+    revision: str = "unknown"
+    licence: str = "unknown"
+
+
+def build(pack: str, sources: Mapping[str, str], *, origin: Origin = Origin(), tokenizer: Any = None) -> dict[str, Any]:
+    """Add tasks to a pack and return its manifest.
+
+    sources: task -> a jsonl or parquet file (its split is named by the file, else "test"), or a folder of `datasets`
+    (`save_to_disk`, or one such folder per split). Rows are in the task's upstream schema, or {query, choices, gold}.
+    tokenizer: recorded for data that is frozen for one tokenizer (needles).
+
+    Raises:
+        ConfigError: an unknown task, a source that is not there or of no known layout, or rows of another schema.
+    """
+    storage = Storage(pack)
+    manifest = _read(storage) if storage.exists(MANIFEST) else {"schema_version": SCHEMA_VERSION, "tasks": {}}
+    for task, place in sources.items():
+        tables = read_source(task, place)
+        record: dict[str, Any] = {"source": place, "revision": origin.revision, "licence": origin.licence}
+        record |= {"format": format_of(task, tables), "lm_eval": version("lm_eval"), "splits": {}}
+        if tokenizer is not None:
+            record["tokenizer"] = {"name": tokenizer.name, "sha256": tokenizer.sha256}
+        for split, table in tables.items():
+            sink = io.BytesIO()
+            pq.write_table(table, sink)
+            path = f"{task}/{split}.parquet"
+            storage.write_bytes(path, sink.getvalue())
+            digest = hashlib.sha256(sink.getvalue()).hexdigest()
+            record["splits"][split] = {"file": path, "rows": table.num_rows, "sha256": digest}
+        manifest["tasks"][task] = record
+    storage.write_json(MANIFEST, manifest)
+    return manifest
+
+
+def discover(folder: str) -> dict[str, str]:
+    """task -> path of every known task's data under a folder of datasets. Raises ConfigError if there is none."""
+    found = {}
+    for task, upstream in UPSTREAM.items():
+        places = (Path(folder).expanduser() / name for name in upstream.folders)
+        for place in places:
+            if place.is_dir():
+                found[task] = str(place)
+                break
+    if not found:
+        usual = ", ".join(upstream.folders[0] for upstream in UPSTREAM.values())
+        raise ConfigError(f"{folder} has no data of a known task; they are looked for in {usual}. Or give TASK=PATH")
+    return found
+
+
+def verify(pack: str) -> list[str]:
+    """What is wrong with a pack's files, [] if nothing."""
+    storage = Storage(pack)
+    problems = []
+    for task, record in _read(storage)["tasks"].items():
+        for split in record["splits"]:
+            try:
+                checked(storage, task, record, split)
+            except ConfigError as error:
+                problems.append(str(error))
+    return problems
+
+
+def read_manifest(pack: str) -> dict[str, Any]:
+    """Raises ConfigError if there is no pack, or one of another version."""
+    return _read(Storage(pack))
+
+
+def require(pack: str, tasks: Sequence[str]) -> dict[str, Any]:
+    """The manifest's records of `tasks`. Raises ConfigError that names those a pack lacks and how to add them."""
+    have = read_manifest(pack)["tasks"]
+    missing = [task for task in tasks if task not in have]
+    if missing:
+        raise ConfigError(
+            f"pack {pack} has no {', '.join(missing)}; build with `lt2 pack build {pack} "
+            + " ".join(f"{task}=PATH" for task in missing)
+            + f"`, or evaluate what it has: tasks={','.join(sorted(have))}"
+        )
+    return {task: have[task] for task in tasks}
+
+
+def read_split(storage: Storage, task: str, record: Mapping[str, Any], split: str) -> pa.Table:
+    """One split's rows. Raises ConfigError if the file is missing or changed."""
+    data = pa.BufferReader(checked(storage, task, record, split))
+    # Small files: no threads, which now and then outlived a short command and aborted it.
+    return pq.read_table(data, use_threads=False, pre_buffer=False)
+
+
+def checked(storage: Storage, task: str, record: Mapping[str, Any], split: str) -> bytes:
+    file = record["splits"][split]
+    try:
+        data = storage.read_bytes(file["file"])
+    except FileNotFoundError as error:
+        raise ConfigError(f"pack {storage.root}: {file['file']} is missing; build {task} again") from error
+    if hashlib.sha256(data).hexdigest() != file["sha256"]:
+        raise ConfigError(f"pack {storage.root}: {file['file']} is corrupt (sha256); build {task} again")
+    return data
+
+
+def evaluated_split(record: Mapping[str, Any]) -> str:
+    return next(split for split in EVALUATED if split in record["splits"])
+
+
+# Reading sources
+
+
+def read_source(task: str, place: str) -> dict[str, pa.Table]:
+    """split -> rows."""
+    path = Path(place).expanduser()
+    if not path.exists():
+        raise ConfigError(f"{task}: {place} does not exist; give a jsonl or parquet file or a `datasets` folder")
+    if path.is_file():
+        named = (split for split in SPLITS if split[:3] in path.stem)
+        tables = {next(named, "test"): _read_file(task, path)}
+    else:
+        import datasets
+
+        # <path>/<split>, or <path>/<config>/<split> where there is one config only.
+        found = [part.parent for part in [*path.glob("*/state.json"), *path.glob("*/*/state.json")]]
+        parts = {part.name: part for part in found if part.name in SPLITS}
+        if len(parts) < len(found):
+            raise ConfigError(f"{task}: {place} holds several configs; name one of {', '.join(map(str, found))}")
+        if not parts and (path / "state.json").is_file():
+            parts = {path.name if path.name in SPLITS else "test": path}
+        if not parts:
+            raise ConfigError(f"{task}: {place} is no folder of `datasets` (save_to_disk) with {', '.join(SPLITS)}")
+        tables = {
+            split: cast(pa.Table, datasets.load_from_disk(str(part)).with_format("arrow")[:])
+            for split, part in parts.items()
+        }
+    empty = [split for split, table in tables.items() if not table.num_rows]
+    if empty:
+        raise ConfigError(f"{task}: {place} has no rows in {', '.join(empty)}")
+    return {split: _renamed(task, table) for split, table in tables.items()}
+
+
+def _read_file(task: str, path: Path) -> pa.Table:
+    if path.suffix == ".parquet":
+        return pq.read_table(path)
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{task}: {path}:{number} is not JSON ({error.msg})") from None
+    return pa.Table.from_pylist(rows)
+
+
+def _renamed(task: str, table: pa.Table) -> pa.Table:
+    for old, new in UPSTREAM[task].rename if task in UPSTREAM else ():
+        if new not in table.column_names and old in table.column_names:
+            values = table[old].cast(pa.int64()) if pa.types.is_boolean(table[old].type) else table[old]
+            table = table.append_column(new, values)
+    return table
+
+
+def format_of(task: str, tables: Mapping[str, pa.Table]) -> str:
+    """ "upstream", or the name of one of FORMATS that the columns fit."""
+    columns = set(next(iter(tables.values())).column_names)
+    if {"query", "choices", "gold"} <= columns:
+        return "choices"
+    if task not in UPSTREAM:
+        raise ConfigError(
+            f"{task} is not a known task ({', '.join(sorted(UPSTREAM))}); for one of yours, give rows with the columns "
+            f"query, choices and gold (known formats: {', '.join(FORMATS)})"
+        )
+    return "upstream"
+
+
+def _read(storage: Storage) -> dict[str, Any]:
+    if not storage.exists(MANIFEST):
+        raise ConfigError(f"{storage.root} is not an evaluation pack (no {MANIFEST}); build it with `lt2 pack build`")
+    manifest = storage.read_json(MANIFEST)
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        found = manifest.get("schema_version")
+        raise ConfigError(
+            f"pack {storage.root} has schema version {found}, this LT2 reads {SCHEMA_VERSION}; rebuild it"
+        )
+    return manifest

@@ -1,0 +1,77 @@
+"""The paper's suites, and where each task's definition and data come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lt2.config import ConfigError
+
+CORE_TABLE = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "openbookqa", "sciq", "boolq")
+"""The eight whose mean is the table's average, each by acc."""
+
+RULER = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery", "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot",
+)  # fmt: skip
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "core": (*CORE_TABLE, "copa", "social_iqa", "race", "commonsense_qa"),
+    "recall": ("swde", "fda", "squad_completion", "triviaqa_cloze", "nq_cloze", "drop_cloze"),
+    "ruler": RULER,
+    "reasoning": ("gsm8k", "minerva_math", "mmlu"),
+}
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """A task of lm-eval: its YAML inside lm_eval/tasks, and where its data usually lies inside a folder of datasets.
+
+    `rename` maps columns of other releases of the same data to those the YAML reads, with a function on the values.
+    """
+
+    yaml: str
+    folders: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+
+
+UPSTREAM: dict[str, Upstream] = {
+    "arc_easy": Upstream("arc/arc_easy.yaml", ("ai2_arc/ARC-Easy",)),
+    "arc_challenge": Upstream("arc/arc_challenge.yaml", ("ai2_arc/ARC-Challenge",)),
+    "hellaswag": Upstream("hellaswag/hellaswag.yaml", ("hellaswag",)),
+    "piqa": Upstream("piqa/piqa.yaml", ("piqa",)),
+    "winogrande": Upstream("winogrande/default.yaml", ("winogrande/winogrande_xl", "winogrande")),
+    "openbookqa": Upstream("openbookqa/openbookqa.yaml", ("openbookqa/main", "openbookqa")),
+    "sciq": Upstream("sciq/sciq.yaml", ("sciq",)),
+    "boolq": Upstream("super_glue/boolq/default.yaml", ("super_glue/boolq", "boolq"), (("answer", "label"),)),
+    "copa": Upstream("super_glue/copa/default.yaml", ("super_glue/copa",)),
+    "social_iqa": Upstream("siqa/siqa.yaml", ("social_i_qa", "siqa")),
+    "race": Upstream("race/race.yaml", ("race/high", "race")),
+    "commonsense_qa": Upstream("commonsense_qa/default.yaml", ("tau/commonsense_qa", "commonsense_qa")),
+    "swde": Upstream("swde/swde.yaml", ("based-swde-v2", "swde")),
+    "fda": Upstream("fda/fda.yaml", ("based-fda", "fda")),
+    "squad_completion": Upstream("squad_completion/squad_completion.yaml", ("based-squad", "squad_completion")),
+    "nq_open": Upstream("nq_open/nq_open.yaml", ("nq_open",)),
+    "triviaqa": Upstream("triviaqa/default.yaml", ("trivia_qa/rc.nocontext",)),
+    "gsm8k": Upstream("gsm8k/gsm8k.yaml", ("gsm8k/main", "gsm8k")),
+}
+
+CHOICES: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{query}}",
+    "doc_to_choice": "choices",
+    "doc_to_target": "gold",
+    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+    "metadata": {"version": 1.0},
+}
+"""Multiple choice whose prompts are already made: rows {query, choices, gold: index}."""
+
+FORMATS: dict[str, dict[str, Any]] = {"choices": CHOICES}
+
+
+def suite_tasks(suite: str | None, tasks: tuple[str, ...]) -> tuple[str, ...]:
+    if suite is None:
+        return tasks
+    if suite not in SUITES:
+        raise ConfigError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}, or give tasks=NAME,NAME")
+    return SUITES[suite]

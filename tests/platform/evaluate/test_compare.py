@@ -1,0 +1,64 @@
+"""Paired comparison of two evaluations."""
+
+import json
+
+import pytest
+from scipy import stats
+
+from lt2.config import ConfigError
+from lt2_platform.evaluate.compare import compare
+from lt2_platform.storage import Storage
+
+
+def write(folder, scores, *, task="arc_easy", metric="acc", depth="loops-2", hashes=None):
+    lines = [
+        json.dumps({"task": task, "doc_id": i, "doc_hash": (hashes or {}).get(i, f"h{i}"), "scores": {metric: score}})
+        for i, score in scores.items()
+    ]
+    Storage(str(folder)).write_bytes(f"harness/{depth}/samples/{task}.jsonl", ("\n".join(lines) + "\n").encode())
+    return str(folder)
+
+
+def test_right_and_wrong_items_by_mcnemars_exact_test(tmp_path):
+    a = [1, 1, 0, 0, 1, 0, 0, 1, 0, 0]
+    b = [1, 0, 1, 1, 1, 1, 1, 1, 1, 0]
+    (row,) = compare(write(tmp_path / "a", dict(enumerate(a))), write(tmp_path / "b", dict(enumerate(b))))
+    assert (row["a"], row["b"], row["n"], row["note"]) == (0.4, 0.8, 10, "")
+    assert row["difference"] == pytest.approx(0.4)
+    assert row["p_value"] == pytest.approx(stats.binomtest(5, 6).pvalue)
+    difference = [y - x for x, y in zip(a, b)]
+    assert row["stderr"] == pytest.approx(stats.sem(difference))
+
+
+def test_other_scores_by_the_normal_distribution(tmp_path):
+    a, b = [0.1, 0.4, 0.5, 0.9], [0.3, 0.5, 0.4, 1.5]
+    folders = [write(tmp_path / n, dict(enumerate(s)), metric="f1") for n, s in (("a", a), ("b", b))]
+    (row,) = compare(*folders)
+    z = row["difference"] / stats.sem([y - x for x, y in zip(a, b)])
+    assert row["p_value"] == pytest.approx(2 * stats.norm.sf(abs(z)))
+
+
+def test_only_common_items_count_and_the_rest_is_named(tmp_path):
+    a = write(tmp_path / "a", {0: 1, 1: 0, 2: 1})
+    b = write(tmp_path / "b", {0: 1, 1: 1, 3: 0}, hashes={0: "another document"})
+    (row,) = compare(a, b)
+    assert (row["n"], row["a"], row["b"], row["note"]) == (1, 0.0, 1.0, "4 items only in one")
+
+
+def test_the_newest_evaluation_of_a_task_counts(tmp_path):
+    a = write(tmp_path / "a", {0: 1, 1: 1})
+    write(tmp_path / "run" / "z-first", {0: 1, 1: 0, 2: 0})
+    write(tmp_path / "run" / "a-second", {0: 0, 1: 0})
+    (row,) = compare(a, str(tmp_path / "run"))
+    assert (row["n"], row["b"], row["note"]) == (2, 0.0, "")
+
+
+def test_what_cannot_be_compared_is_named(tmp_path):
+    a = write(tmp_path / "a", {0: 1})
+    with pytest.raises(ConfigError, match="has arc_easy; .* has piqa"):
+        compare(a, write(tmp_path / "b", {0: 1}, task="piqa"))
+    with pytest.raises(ConfigError, match="no evaluation with samples"):
+        compare(a, str(tmp_path / "c"))
+    write(tmp_path / "a", {0: 1}, task="copa", depth="loops-4")
+    with pytest.raises(ConfigError, match="several depths .*loops-2, loops-4"):
+        compare(a, a)

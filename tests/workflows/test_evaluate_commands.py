@@ -1,0 +1,63 @@
+"""`lt2 pack`, `lt2 eval` and `lt2 compare` as a user types them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lt2.config import ConfigError
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_workflows.cli import app
+from tests.platform.evaluate.items import arc, choices, write
+from tests.platform.evaluate.tiny import model, save
+
+
+def lt2(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=True)
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_build_verify_evaluate_and_compare(tmp_path):
+    places = write(tmp_path / "data", arc_easy=arc(), mine=choices())
+    pack, root = tmp_path / "pack", tmp_path / "storage"
+    built = lt2("pack", "build", pack, *(f"{task}={path}" for task, path in places.items()))
+    assert "arc_easy" in built
+    assert "2 tasks, all files as recorded" in lt2("pack", "verify", pack)
+    for seed, run in enumerate(("one-12345678", "two-12345678")):
+        save(root / "steps" / run / "out", model(seed=seed))
+        options = ["--pack", pack, "--suite", "tasks=arc_easy,mine", "--max-length", 200, "--storage", root]
+        assert f"stored as {run}" in lt2("eval", run, *options)
+    table = lt2("eval", "one-12345678", *options, "--loops", "1,2,4")
+    assert "flops_per_token" in table
+    rows = json.loads(lt2("eval", "one-12345678", *options, "--json"))
+    assert {row["task"] for row in rows} == {"arc_easy", "mine"}
+    stored = {row["metric"]: row["value"] for row in ResultsStore(Storage(str(root))).results() if "one" in row["run"]}
+    acc = next(row["value"] for row in rows if (row["task"], row["metric"]) == ("arc_easy", "acc"))
+    assert stored["validation/arc_easy/acc"] == acc
+    folders = [path.parent for run in ("one", "two") for path in sorted(root.glob(f"evals/{run}-*/*/evaluation.json"))]
+    record = json.loads((folders[-1] / "evaluation.json").read_text())
+    assert record["tasks"][0]["tasks"] == ["arc_easy", "mine"]
+    assert record["versions"]["lm_eval"]
+    compared = json.loads(lt2("compare", folders[-1], folders[-1], "--json"))
+    assert {row["p_value"] for row in compared} == {1.0}
+
+
+def test_mistakes_are_named(tmp_path):
+    root = tmp_path / "storage"
+    with pytest.raises(ConfigError, match="nothing to build"):
+        lt2("pack", "build", tmp_path / "pack")
+    with pytest.raises(ConfigError, match="expected TASK=PATH"):
+        lt2("pack", "build", tmp_path / "pack", "arc_easy")
+    with pytest.raises(ConfigError, match="neither a run .* nor a checkpoint"):
+        lt2("eval", "nowhere", "--pack", tmp_path, "--storage", root)
+    save(root / "steps" / "one-12345678" / "out", model())
+    with pytest.raises(ConfigError, match="unknown suite 'cor'"):
+        lt2("eval", "one-12345678", "--pack", tmp_path, "--suite", "cor", "--storage", root)
+    with pytest.raises(ConfigError, match="not an evaluation pack"):
+        lt2("eval", "one-12345678", "--pack", tmp_path, "--storage", root)
+    with pytest.raises(ConfigError, match="no evaluation of 'one-12345678'"):
+        lt2("compare", "one-12345678", "two-12345678", "--storage", root)
