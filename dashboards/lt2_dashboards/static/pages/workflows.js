@@ -109,8 +109,9 @@ function stepPanel(parent, id) {
   const log = h("pre", { class: "log", tabindex: "0", "aria-label": "Log" });
   const cut = h("p", { class: "quiet-note" });
   const side = h("div", { class: "panels" });
+  const reports = h("div", { class: "reports" });
   let body = null, reading = null, stopLog = () => {};
-  fill(parent, h("section", { class: "panel" }, head, attempts, cut, log), side);
+  fill(parent, h("section", { class: "panel" }, head, attempts, cut, log), reports, side);
   const stop = poll(`/api/steps/${encodeURIComponent(id)}`, (found) => { body = found; show(); }, (error) => fill(parent, notice("error", "This step cannot be shown", error.message)));
 
   function show() {
@@ -129,7 +130,10 @@ function stepPanel(parent, id) {
       stopLog = poll(`/api/steps/${encodeURIComponent(id)}/attempts/${number_}/log`, showLog, (error) => { log.textContent = error.message; }, { every: 1500 });
     }
     const list = (name, values) => Object.keys(values).length ? h("section", { class: "panel" }, h("h2", {}, name), h("dl", { class: "settings" }, Object.entries(values).map(([key, value]) => [h("dt", {}, key), h("dd", {}, value)]))) : null;
-    fill(side, list("Result", body.result), list("Settings", body.config));
+    // A report is a table drawn in text: it keeps its lines, and the width they need.
+    const [texts, values] = partition(body.result, (value) => typeof value === "string" && value.includes("\n"));
+    fill(reports, Object.values(texts).map((text) => h("section", { class: "panel" }, h("h2", {}, "Report"), h("pre", { class: "log", tabindex: "0" }, text.replace(/^\n+|\s+$/g, "")))));
+    fill(side, list("Result", values), list("Settings", body.config));
   }
 
   function showLog({ text, cut: missing }) {
@@ -142,6 +146,8 @@ function stepPanel(parent, id) {
   parent.refresh = () => body && show();
   return () => { stop(); stopLog(); };
 }
+
+const partition = (object, test) => [true, false].map((wanted) => Object.fromEntries(Object.entries(object).filter(([, value]) => test(value) === wanted)));
 
 // Terminal colours are dropped, and of a line that was redrawn only the last state is kept.
 const plain = (text) => text.replace(/\x1b\[[0-9;?]*[A-Za-z]/g, "").split("\n").map((line) => line.replace(/\r+$/, "").split("\r").at(-1)).join("\n").trimEnd();
