@@ -56,6 +56,32 @@ def pack_build(
         typer.echo(f"{task:<20} {rows}")
 
 
+@pack_app.command("needles")
+def pack_needles(
+    pack: PackArgument,
+    tokenizer: Annotated[str, typer.Option(help="byte, a tokenizer.json or a *.tiktoken: they are made for one.")],
+    essays: Annotated[str | None, typer.Option(metavar="FOLDER", help="Essays (.txt) to hide needles in.")] = None,
+    tasks: Annotated[str, typer.Option(help="Names, comma-separated.")] = "niah_single_1,niah_single_2,niah_single_3",
+    lengths: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024,2048,4096,8192",
+    samples: Annotated[int, typer.Option(min=1)] = 500,
+    seed: int = 42,
+) -> None:
+    """Make needle-in-a-haystack tasks for one tokenizer and add them to a pack."""
+    import pyarrow as pa
+
+    from lt2_platform.data.tokenize import load_tokenizer
+    from lt2_platform.evaluate.harness import needles, packs
+
+    loaded = load_tokenizer(tokenizer)
+    for name in tasks.split(","):
+        for length in (int(part) for part in lengths.split(",")):
+            rows = needles.make(name, loaded, length, samples=samples, seed=seed, essays=essays)
+            task, source = f"{name}_{length}", f"lt2 needles, seed {seed}, essays {essays}"
+            tables = {task: {"test": pa.Table.from_pylist(rows)}}
+            packs.add(pack, tables, {task: source}, origin=packs.Origin("1", "see the essays"), tokenizer=loaded)
+            typer.echo(f"{task:<24} {len(rows)} samples")
+
+
 @pack_app.command("verify")
 def pack_verify(pack: PackArgument) -> None:
     """Compare every file of a pack with its manifest; exit code 2 if something is wrong."""
@@ -75,7 +101,7 @@ def evaluate(
         ),
     ],
     pack: Annotated[str, typer.Option(metavar="PACK", help="The evaluation pack to read (`lt2 pack build`).")],
-    suite: Annotated[str, typer.Option(help="core, recall, ruler, reasoning, or tasks=NAME,NAME.")] = "core",
+    suite: Annotated[str, typer.Option(help="core, recall, needles, ruler, reasoning, or tasks=NAME,NAME.")] = "core",
     loops: Annotated[
         str | None, typer.Option(metavar="N,N", help="Depths to evaluate at. [default: as trained]")
     ] = None,

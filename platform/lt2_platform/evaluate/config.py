@@ -57,7 +57,7 @@ class HarnessConfig(TaskConfig):
     module: ClassVar[str] = "lt2_platform.evaluate.harness.run:harness_rows"
     type: Literal["harness"] = "harness"
     pack: str
-    suite: Literal["core", "recall", "ruler", "reasoning"] | None = None
+    suite: Literal["core", "recall", "needles", "ruler", "reasoning"] | None = None
     tasks: tuple[str, ...] = ()
     limit: int | None = Field(default=None, ge=1)
     num_fewshot: int = Field(default=0, ge=0)
@@ -69,5 +69,5 @@ class HarnessConfig(TaskConfig):
     @model_validator(mode="after")
     def _names_tasks(self) -> HarnessConfig:
         if (self.suite is None) == (not self.tasks):
-            raise ValueError("give either a suite (core, recall, ruler, reasoning) or tasks by name")
+            raise ValueError("give either a suite (core, recall, needles, ruler, reasoning) or tasks by name")
         return self

@@ -22,7 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.harness.suites import FORMATS, UPSTREAM
+from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.harness.suites import COLUMNS, UPSTREAM
 from lt2_platform.storage import Storage
 
 MANIFEST, SCHEMA_VERSION = "manifest.json", 1
@@ -38,21 +39,36 @@ class Origin:
     licence: str = "unknown"
 
 
-def build(pack: str, sources: Mapping[str, str], *, origin: Origin = Origin(), tokenizer: Any = None) -> dict[str, Any]:
+def build(
+    pack: str, sources: Mapping[str, str], *, origin: Origin = Origin(), tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
     """Add tasks to a pack and return its manifest.
 
     sources: task -> a jsonl or parquet file (its split is named by the file, else "test"), or a folder of `datasets`
-    (`save_to_disk`, or one such folder per split). Rows are in the task's upstream schema, or {query, choices, gold}.
+    (`save_to_disk`, or one such folder per split). Rows are in the task's upstream schema, or
+    those of a format of ours (suites.COLUMNS).
     tokenizer: recorded for data that is frozen for one tokenizer (needles).
 
     Raises:
         ConfigError: an unknown task, a source that is not there or of no known layout, or rows of another schema.
     """
+    tables = {task: read_source(task, place) for task, place in sources.items()}
+    return add(pack, tables, sources, origin=origin, tokenizer=tokenizer)
+
+
+def add(
+    pack: str,
+    tasks: Mapping[str, Mapping[str, pa.Table]],
+    sources: Mapping[str, str],
+    *,
+    origin: Origin = Origin(),
+    tokenizer: Tokenizer | None = None,
+) -> dict[str, Any]:
+    """`build` from rows: task -> split -> table; `sources` says where each task's rows come from."""
     storage = Storage(pack)
     manifest = _read(storage) if storage.exists(MANIFEST) else {"schema_version": SCHEMA_VERSION, "tasks": {}}
-    for task, place in sources.items():
-        tables = read_source(task, place)
-        record: dict[str, Any] = {"source": place, "revision": origin.revision, "licence": origin.licence}
+    for task, tables in tasks.items():
+        record: dict[str, Any] = {"source": sources[task], "revision": origin.revision, "licence": origin.licence}
         record |= {"format": format_of(task, tables), "lm_eval": version("lm_eval"), "splits": {}}
         if tokenizer is not None:
             record["tokenizer"] = {"name": tokenizer.name, "sha256": tokenizer.sha256}
@@ -194,12 +210,13 @@ def _renamed(task: str, table: pa.Table) -> pa.Table:
 def format_of(task: str, tables: Mapping[str, pa.Table]) -> str:
     """ "upstream", or the name of one of FORMATS that the columns fit."""
     columns = set(next(iter(tables.values())).column_names)
-    if {"query", "choices", "gold"} <= columns:
-        return "choices"
+    for name, needed in COLUMNS.items():
+        if needed <= columns:
+            return name
     if task not in UPSTREAM:
         raise ConfigError(
             f"{task} is not a known task ({', '.join(sorted(UPSTREAM))}); for one of yours, give rows with the columns "
-            f"query, choices and gold (known formats: {', '.join(FORMATS)})"
+            + ", or ".join(" ".join(sorted(needed)) for needed in COLUMNS.values())
         )
     return "upstream"
 

@@ -13,10 +13,12 @@ from typing import Any
 
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM
+from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.models import ModelSource
+from lt2_platform.evaluate.harness.recall import WINDOW, cloze_text
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, check_vocabulary
 from lt2_platform.evaluate.harness.suites import FORMATS, UPSTREAM, suite_tasks
 from lt2_platform.evaluate.tasks import TaskContext, cost
@@ -91,7 +93,7 @@ def evaluate(
     dispatcher = Dispatcher(source, out, actors=actors, scorer=scorer, cpus=config.cpus_per_actor)
     rows = []
     for name, record in records.items():
-        definition = define(name, record, config)
+        definition = define(name, record, config, tokenizer)
         say = lambda values, name=name: progress({"message": name, **values})  # noqa: E731
         lm = HarnessLM(dispatcher, tokenizer, max_length=scorer.max_length, batch_size=config.batch_size, progress=say)
         rows += run_task(lm, name, definition, config, out)
@@ -133,7 +135,7 @@ def item_scores(sample: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"scores": numbers, "answers": sample["filtered_resps"]}
 
 
-def define(name: str, record: Mapping[str, Any], config: HarnessConfig) -> Definition:
+def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenizer: Tokenizer) -> Definition:
     """The lm-eval task of a pack's record, its data read and checked.
 
     Raises:
@@ -150,6 +152,8 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig) -> Defin
         )
     used = [split] + (["train"] if config.num_fewshot else [])
     data = {part: datasets.Dataset(packs.read_split(storage, name, record, part)) for part in used}
+    if record["format"] == "cloze":
+        data = {part: cut_cloze(rows, tokenizer) for part, rows in data.items()}
     settings, texts = definition_of(name, record)
     own = settings.pop("class", None)
     settings |= {
@@ -170,6 +174,10 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig) -> Defin
     return Definition(task, split, sha256)
 
 
+def cut_cloze(rows: Any, tokenizer: Tokenizer) -> Any:
+    return rows.add_column("query", [cloze_text(row, tokenizer, WINDOW) for row in rows])
+
+
 def of_class(own: Any, data: Mapping[str, Any]) -> Any:
     """A task that lm-eval defines as a class, on our data: its own `download` would ask a hub."""
 
@@ -183,7 +191,7 @@ def definition_of(name: str, record: Mapping[str, Any]) -> tuple[dict[str, Any],
     """The task's settings, and the text of every file they come from (YAML and Python), for the hash."""
     if record["format"] != "upstream":
         settings = dict(FORMATS[record["format"]])
-        return settings, [json.dumps(settings, sort_keys=True)]
+        return settings, [json.dumps(settings, sort_keys=True, default=lambda function: function.__qualname__)]
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 

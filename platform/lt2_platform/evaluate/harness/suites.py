@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate.harness.needles import TASKS as NEEDLE_TASKS
+from lt2_platform.evaluate.harness.needles import TOKENS_TO_GENERATE
+from lt2_platform.evaluate.harness.recall import NEW_TOKENS, contains_all, contains_any
 
 CORE_TABLE = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "openbookqa", "sciq", "boolq")
 """The eight whose mean is the table's average, each by acc."""
 
-RULER = (
-    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-    "niah_multivalue", "niah_multiquery", "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot",
-)  # fmt: skip
+LENGTHS = (1024, 2048, 4096, 8192)
+"""Of the needle tasks; training is at 4,096."""
 
 SUITES: dict[str, tuple[str, ...]] = {
     "core": (*CORE_TABLE, "copa", "social_iqa", "race", "commonsense_qa"),
     "recall": ("swde", "fda", "squad_completion", "triviaqa_cloze", "nq_cloze", "drop_cloze"),
-    "ruler": RULER,
+    "needles": tuple(f"niah_single_{i}_{length}" for i in (1, 2, 3) for length in LENGTHS),
+    "ruler": tuple(f"{name}_4096" for name in NEEDLE_TASKS),
     "reasoning": ("gsm8k", "minerva_math", "mmlu"),
 }
 
@@ -27,7 +29,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 class Upstream:
     """A task of lm-eval: its YAML inside lm_eval/tasks, and where its data usually lies inside a folder of datasets.
 
-    `rename` maps columns of other releases of the same data to those the YAML reads, with a function on the values.
+    `rename` maps columns of other releases of the same data to those the YAML reads; booleans become 0 and 1.
     """
 
     yaml: str
@@ -66,7 +68,31 @@ CHOICES: dict[str, Any] = {
 }
 """Multiple choice whose prompts are already made: rows {query, choices, gold: index}."""
 
-FORMATS: dict[str, dict[str, Any]] = {"choices": CHOICES}
+
+def generated(process_results: Any, new_tokens: int, until: list[str]) -> dict[str, Any]:
+    """Greedy continuations of {query}, scored by a function of ours."""
+    return {
+        "output_type": "generate_until",
+        "doc_to_text": "{{query}}",
+        "doc_to_target": "",
+        "process_results": process_results,
+        "generation_kwargs": {"until": until, "max_gen_toks": new_tokens, "do_sample": False},
+        "metric_list": [{"metric": "contains", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1.0},
+    }
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "choices": CHOICES,
+    "needles": generated(contains_all, TOKENS_TO_GENERATE, []),
+    "cloze": generated(contains_any, NEW_TOKENS, ["\n"]),
+}
+COLUMNS = {
+    "choices": {"query", "choices", "gold"},
+    "needles": {"query", "outputs", "max_length"},
+    "cloze": {"context", "prompt", "answers"},
+}
+"""What rows of each format have at least."""
 
 
 def suite_tasks(suite: str | None, tasks: tuple[str, ...]) -> tuple[str, ...]:
