@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from lt2.config import ConfigError
 from lt2.layer_bench import crossover
+from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
-from lt2_workflows.model_commands import doubling
+from lt2_workflows.model_commands import doubling, find_checkpoint
 
 
 def invoke(*arguments: str):
@@ -75,3 +77,37 @@ def test_lengths_double_and_end_at_the_longest():
     assert doubling(512, 4096) == [512, 1024, 2048, 4096]
     assert doubling(512, 3000) == [512, 1024, 2048, 3000]
     assert doubling(300, 300) == [300]
+
+
+GOLDEN = Path(__file__).parents[1] / "platform" / "train" / "golden"
+
+
+def test_export_certifies_a_checkpoint_and_refuses_an_existing_folder(tmp_path):
+    folder = tmp_path / "model"
+    result = invoke("export", str(GOLDEN), str(folder))
+    assert result.exit_code == 0, result.output
+    assert "parity checks passed" in result.output
+    assert {"config.json", "model.safetensors", "parity.json"} <= {file.name for file in folder.iterdir()}
+    error = invoke("export", str(GOLDEN), str(folder)).exception
+    assert isinstance(error, ConfigError)
+    assert "exists" in str(error)
+
+
+def record(storage: Storage, workflow: str, run: str, *, ended: float | None) -> None:
+    """A workflow of one finished (or running) step whose output has checkpoints."""
+    storage.write_json(f"workflows/{workflow}-1/dag.json", {"workflow": workflow, "ids": {"pretrain": run}})
+    storage.write_bytes(f"steps/{run}/out/checkpoints/step-1/COMPLETE", b"")
+    state = {"state": "running" if ended is None else "done", "ended": ended, "error": None}
+    storage.write_json(f"steps/{run}/attempts/1/state.json", state)
+
+
+def test_checkpoints_are_found_by_run_and_by_workflow(tmp_path):
+    storage = Storage(str(tmp_path))
+    record(storage, "old", "pretrain-aaa", ended=1.0)
+    record(storage, "new", "pretrain-bbb", ended=2.0)
+    assert find_checkpoint(storage, "pretrain-aaa") == storage.join("steps", "pretrain-aaa", "out")
+    assert find_checkpoint(storage, "new") == storage.join("steps", "pretrain-bbb", "out")
+    assert find_checkpoint(storage, "old-1") == storage.join("steps", "pretrain-aaa", "out")
+    assert find_checkpoint(storage, "s3://bucket/run") == "s3://bucket/run"
+    with pytest.raises(ConfigError, match="'odl'; those in .*: new, old, pretrain-aaa, pretrain-bbb"):
+        find_checkpoint(storage, "odl")

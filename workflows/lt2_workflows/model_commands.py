@@ -59,7 +59,8 @@ def export(
         dtype=dtypes[dtype],
         device=device,
     )
-    worst = max(checks, key=lambda check: check.error / check.tolerance)
+    inexact = [check for check in checks if check.tolerance > 0]  # what is merely copied must be the same bits
+    worst = max(inexact, key=lambda check: check.error / check.tolerance)
     typer.echo(
         f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at {worst.n_loops} loops, "
         f"{worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
@@ -137,10 +138,32 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def find_checkpoint(storage: Storage, checkpoint: str) -> str:
-    """A path or URI as it is; a name as `lt2 status` and `lt2 results` show it means that step of the storage root."""
-    named = "/" not in checkpoint and storage.exists(f"steps/{checkpoint}/out")
-    return storage.join("steps", checkpoint, "out") if named else checkpoint
+def find_checkpoint(storage: Storage, name: str) -> str:
+    """Where the checkpoints of `name` are: a path or URI; or, under the storage root, a run or a workflow's newest run.
+
+    Raises:
+        ConfigError: nothing of that name, with the names there are.
+    """
+    from lt2.config import ConfigError
+    from lt2_workflows.records import list_workflows
+
+    if "/" in name or Path(name).exists():
+        return name
+    if storage.exists(f"steps/{name}/out"):
+        return storage.join("steps", name, "out")
+    workflows = list_workflows(storage)
+    trained = [
+        (step["ended"] or float("inf"), workflow, step["id"])  # one that is still training is the newest
+        for workflow in workflows
+        for step in workflow["steps"]
+        if storage.exists(f"steps/{step['id']}/out/checkpoints")
+    ]
+    mine = [(when, run) for when, workflow, run in trained if name in (workflow["id"], workflow["name"])]
+    if not mine:
+        known = sorted({run for _, _, run in trained} | {workflow["name"] for _, workflow, _ in trained})
+        there = f"those in {storage.root}: {', '.join(known)}" if known else f"{storage.root} has none yet"
+        raise ConfigError(f"no checkpoint, run or workflow {name!r}; {there}")
+    return storage.join("steps", max(mine)[1], "out")
 
 
 def doubling(first: int, last: int) -> list[int]:
