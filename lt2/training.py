@@ -7,10 +7,10 @@ from outside; with the same arguments and state the losses are the same bits on 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from lt2 import parallel
 from lt2.config import ConfigError
+from lt2.guard import Guard, News, NonFiniteLossError, find_origin
 from lt2.loss import Objective
 from lt2.optim import Schedule, set_lr
 from lt2.parallel import Sharding
 from lt2.train_config import TrainConfig
 
-__all__ = ["Batch", "NonFiniteLossError", "TrainConfig", "TrainState", "autocast_dtype", "train"]
+__all__ = ["Batch", "NonFiniteLossError", "PreemptedError", "TrainConfig", "TrainState", "autocast_dtype", "train"]
 
 
 @dataclass
@@ -73,8 +74,10 @@ class TrainState:
     loss: float | None = None
 
 
-class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient norm became NaN or infinite; raised before anything of it is saved."""
+class PreemptedError(RuntimeError):
+    """Training stopped because it was asked to; everything up to here is in the newest checkpoint."""
+
+    run_state = "running"  # what the results store keeps saying: another attempt goes on
 
 
 @dataclass
@@ -91,6 +94,16 @@ class _Window:
         self.tokens = torch.zeros((), dtype=torch.float64, device=self.device)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One of the last steps, until it is known to be finite."""
+
+    step: int
+    position: int
+    batch: Batch
+    news: Callable[[], News]
+
+
 def train(
     model: nn.Module,
     objective: Objective,
@@ -102,6 +115,8 @@ def train(
     callbacks: Sequence[Any] = (),
     *,
     sharding: Sharding | None = None,
+    skip: Collection[int] = (),
+    stop: Callable[[], bool] = lambda: False,
 ) -> TrainState:
     """Train from `state` to `config.steps`, in place, and return the state.
 
@@ -109,30 +124,48 @@ def train(
     on_step(state, metrics) every log_every steps, on_checkpoint(state, model, optimizer) every checkpoint_every steps
     and at the end, on_eval(state, model) every eval_every steps, on_end(state). Metrics are floats: loss (with z-loss
     and aux), the objective's own, lr, grad_norm (before clipping), tokens_per_s (all ranks), and seconds per step
-    step_time and data_wait. Raises NonFiniteLossError when a loss that is read is not finite, and ConfigError when the
-    data ends early.
+    step_time and data_wait.
+
+    skip: positions of global batches to pass over. stop() is asked at every step; when it says yes on any rank, the
+    next step is logged and saved and PreemptedError raised on all of them. Raises NonFiniteLossError as soon as a loss
+    or gradient is not finite, whose step is not made, and ConfigError when the data ends early.
     """
     device = next(model.parameters()).device
     precision = autocast_dtype(config.precision, device)
-    window = _Window(device)
+    autocast = lambda: torch.autocast(device.type, precision) if precision else nullcontext()  # noqa: E731
+    window, guard = _Window(device), Guard(device)
+    recent: deque[_Step] = deque(maxlen=2)
     model.train()
     while state.step < config.steps:
         asked = time.perf_counter()
         batch = _next_batch(data, state, config)
+        while state.position in skip:
+            state.position += config.global_batch_size
+            batch = _next_batch(data, state, config)
         window.waited += time.perf_counter() - asked
 
         set_lr(optimizer, lr := schedule(state.step))
         batch = replace(batch, step=state.step)
-        sums, expected = _forward_backward(model, objective, batch, config, precision, sharding)
+        sums, expected = _forward_backward(model, objective, batch, config, autocast, sharding)
+        sums["stop"] = torch.full((), float(stop()), dtype=torch.float64, device=device)
         totals, grad_norm = _finish_gradients(model, sums, expected, config.grad_clip, sharding)
-        optimizer.step()
+        asked_to_stop = totals.pop("stop")
+        mean = totals["loss"] / totals["n_tokens"].clamp(min=1)
+        news = guard.update(optimizer, state.step + 1, mean, grad_norm, asked_to_stop)
         optimizer.zero_grad(set_to_none=True)
 
+        recent.append(_Step(state.step + 1, state.position, batch, news))
         state.step += 1
         state.position += config.global_batch_size
         window.steps += 1
         window.tokens += totals["n_tokens"]
         due = _due(state.step, config)
+        # The device is still at this step; without need the host listens to the one before.
+        heard = recent[-1 if due else 0].news()
+        if heard.bad_step:
+            raise _not_finite(model, objective, recent, heard, config, autocast, sharding)
+        if heard.stop:
+            due |= {"log", "checkpoint"}
         if not due:
             continue
         metrics = _read_metrics(totals, grad_norm, lr, window, state)
@@ -145,6 +178,8 @@ def train(
             model.train()
         if "checkpoint" in due:
             _call(callbacks, "on_checkpoint", state, model, optimizer)
+        if heard.stop and state.step < config.steps:
+            raise PreemptedError(f"stopped as asked after step {state.step} of {config.steps}, which is saved")
         window.started = time.perf_counter()
     _call(callbacks, "on_end", state)
     return state
@@ -168,7 +203,7 @@ def _forward_backward(
     objective: Objective,
     batch: Batch,
     config: TrainConfig,
-    precision: torch.dtype | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
     sharding: Sharding | None,
 ) -> tuple[dict[str, Tensor], int]:
     """Accumulate gradients of (loss sum / expected tokens) over the micro-batches; (sums over this rank, expected)."""
@@ -179,9 +214,8 @@ def _forward_backward(
     parts = batch.split(config.micro_batch_size or len(batch.tokens))
     sums: dict[str, Tensor] = {}
     for index, part in enumerate(parts):
-        autocast = torch.autocast(device.type, precision) if precision else nullcontext()
         with parallel.micro_step(sharding, last=index == len(parts) - 1):
-            with autocast:
+            with autocast():
                 loss, n_tokens, metrics = objective(model, part.to(device))
             (loss / expected).backward()
         for name, value in {"loss": loss, "n_tokens": n_tokens, **metrics}.items():
@@ -217,26 +251,42 @@ def _due(step: int, config: TrainConfig) -> set[str]:
 def _read_metrics(
     totals: dict[str, Tensor], grad_norm: Tensor, lr: float, window: _Window, state: TrainState
 ) -> dict[str, float]:
-    """Copy the step's figures from the device (this waits for it) and stop the run if they are not finite."""
+    """Copy the step's figures from the device; this waits for it."""
     count = max(1.0, totals["n_tokens"].item())
     means = {name: value.item() / count for name, value in totals.items() if name != "n_tokens"}
-    norm = grad_norm.item()
-    if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
-        raise NonFiniteLossError(
-            f"step {state.step}: loss {means['loss']}, gradient norm {norm}; "
-            "lower train.lr or raise train.warmup_steps, and resume from the last checkpoint"
-        )
     tokens = window.tokens.item()
     state.tokens += int(tokens)
     state.loss = means["loss"]
     elapsed = time.perf_counter() - window.started
     return means | {
         "lr": lr,
-        "grad_norm": norm,
+        "grad_norm": grad_norm.item(),
         "tokens_per_s": tokens / elapsed,
         "step_time": elapsed / window.steps,
         "data_wait": window.waited / window.steps,
     }
+
+
+def _not_finite(
+    model: nn.Module,
+    objective: Objective,
+    recent: Collection[_Step],
+    heard: News,
+    config: TrainConfig,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    sharding: Sharding | None,
+) -> NonFiniteLossError:
+    step = next(step for step in recent if step.step == heard.bad_step)
+    device = next(model.parameters()).device
+    parts = [part.to(device) for part in step.batch.split(config.micro_batch_size or len(step.batch.tokens))]
+    origin = find_origin(model, objective, parts, autocast, loss=heard.loss, sharding=sharding)
+    return NonFiniteLossError(
+        f"step {step.step}: loss {heard.loss}, gradient norm {heard.grad_norm}; {origin}; "
+        "lower train.lr or raise train.warmup_steps",
+        step=step.step,
+        position=step.position,
+        origin=origin,
+    )
 
 
 def _call(callbacks: Sequence[Any], name: str, *args: Any) -> None:

@@ -4,6 +4,7 @@
     runs/<run>/metrics/part-*      numbers per step, flushed every minute at most
     runs/<run>/summary.json        the last words of a run that ended
     runs/<run>/evals/*.parquet     evaluation rows
+    runs/<run>/events/*.json       what happened to it: rollbacks, preemptions
     results/…                      manifest, journal and tables (results_index)
 
 Only one process writes a run (rank 0); any number may read while it does.
@@ -104,6 +105,19 @@ class ResultsStore:
             pq.write_table(pa.Table.from_pylist(rows), file)
         index_files.write_eval_journal(self.storage, run_id, name, rows)
 
+    def log_event(self, run_id: str, kind: str, record: Mapping[str, Any]) -> None:
+        """Add something that happened to a run: JSON-like, under one file of its own."""
+        check_name(run_id, "run id")
+        check_name(kind, "event kind")
+        path = f"runs/{run_id}/events/{time.time_ns():020d}-{kind}-{secrets.token_hex(3)}.json"
+        self.storage.write_json(path, redacted({"kind": kind, "time": time.time(), **record}))
+
+    def events(self, run_id: str) -> list[dict[str, Any]]:
+        """What happened to a run, oldest first: {"kind", "time", …}."""
+        check_name(run_id, "run id")
+        folder = f"runs/{run_id}/events"
+        return [self.storage.read_json(f"{folder}/{name}") for name in self.storage.list(folder)]
+
     def version(self) -> str:
         """A short string that changes whenever `index` would: an ETag."""
         return index_files.version(self.storage)
@@ -167,7 +181,8 @@ def _result_rows(index: Index) -> Iterator[tuple[str, int | None, str, float]]:
 
 
 class RunWriter:
-    """Buffers the numbers of one run and writes them as parts. Use as a context manager: an exception marks it failed.
+    """Buffers the numbers of one run and writes them as parts. Use as a context manager: an exception marks it failed,
+    or what its `run_state` says.
 
     A flush that fails while training is kept and tried again with the next one; `close` raises instead.
     """
@@ -210,7 +225,7 @@ class RunWriter:
         ResultsStore(self.storage).log_eval(self.run.run_id, name, rows)
 
     def close(self, summary: Mapping[str, Any] | None = None, *, state: str = "finished") -> None:
-        """Write the rest, the summary and the curves. `state` is finished or failed; a resumed run opens again."""
+        """Write the rest, the summary and the curves. `state`: finished, failed, or running (to be resumed)."""
         summary = json.loads(json.dumps(redacted(dict(summary)))) if summary is not None else None
         self.run = replace(self.run, state=state, summary=summary)
         if summary is not None:
@@ -225,7 +240,7 @@ class RunWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.close(state="failed")
+            self.close(state=getattr(kind, "run_state", "failed"))
         elif self.run.state == "running":
             self.close()
 

@@ -282,6 +282,10 @@ def _barrier() -> None:
         dist.barrier()
 
 
+def is_rank_zero() -> bool:
+    return _rank() == 0
+
+
 def from_rank_zero(value: Any) -> Any:
     """Rank 0's `value`, on every rank. Collective."""
     return _gather(value)[0]

@@ -22,12 +22,13 @@ from lt2 import parallel
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM, build
 from lt2.optim import adamw, warmup_cosine
-from lt2.training import Batch, TrainConfig, TrainState, autocast_dtype, train
+from lt2.training import Batch, NonFiniteLossError, TrainConfig, TrainState, autocast_dtype, train
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint
+from lt2_platform.train.rollback import Rollbacks
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +59,30 @@ def run(
 ) -> dict[str, Any]:
     """Train as one rank of the process group (or alone), from the newest checkpoint in `<out>/checkpoints` if any.
 
-    Returns the final TrainState as {"step", "position", "tokens", "loss"}.
+    Returns the final TrainState as {"step", "position", "tokens", "loss"}. After a loss that is not finite it builds
+    everything again from that checkpoint and skips the batch, up to `train.rollbacks` times in the run's life.
 
     report({"step", "loss", "checkpoint"}) tells the launcher of a checkpoint. It is called on all ranks together, for
     the last one and for others at least REPORT_SECONDS apart. callbacks (see lt2.training.train) come after our own.
     """
-    config, model_config = TrainConfig.model_validate(spec.train), ModelConfig.model_validate(spec.model)
+    config = TrainConfig.model_validate(spec.train)
+    rollbacks = Rollbacks(spec.out, spec.storage_root, spec.run_id, config.rollbacks)
+    while True:
+        try:
+            return asdict(_train(spec, config, rollbacks.positions(), report, callbacks))
+        except NonFiniteLossError as error:
+            failure = error.with_traceback(None)  # its frames hold the model
+        rollbacks.record(failure)
+
+
+def _train(
+    spec: WorkerSpec,
+    config: TrainConfig,
+    skip: frozenset[int],
+    report: Callable[[dict[str, Any]], None] | None,
+    callbacks: Sequence[Any],
+) -> TrainState:
+    model_config = ModelConfig.model_validate(spec.model)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     check_divisible(config.global_batch_size, world_size)
     dataset = PackedDataset(spec.data, "train")
@@ -96,8 +115,9 @@ def run(
     objective = config.objective.build(config)
     data = map(Batch.from_numpy, batches)
     with closing(batches), logger.writer if logger else nullcontext():
-        train(model, objective, data, optimizer, schedule, config, state, [*ours, *callbacks], sharding=sharding)
-    return asdict(state)
+        everyone = [*ours, *callbacks]
+        train(model, objective, data, optimizer, schedule, config, state, everyone, sharding=sharding, skip=skip)
+    return state
 
 
 def check_divisible(global_batch_size: int, workers: int) -> None:
