@@ -34,6 +34,8 @@ class TrainConfig(Config):
     log_every: int = Field(default=10, gt=0)
     checkpoint_every: int | None = Field(default=None, gt=0)
     keep_checkpoints: int = Field(default=2, gt=0)
+    keep_every: int | None = Field(default=None, gt=0)
+    keep_best: bool = True
     rollbacks: int = Field(default=2, ge=0)
     eval_every: int | None = Field(default=None, gt=0)
     eval_sequences: int = Field(default=256, gt=0)

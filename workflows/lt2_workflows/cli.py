@@ -170,6 +170,7 @@ def generate(
 
 app.command("check-mixer")(model_commands.check_mixer)
 app.command()(model_commands.export)
+app.command()(model_commands.checkpoints)
 app.add_typer(model_commands.bench, name="bench")
 
 

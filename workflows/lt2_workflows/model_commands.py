@@ -1,4 +1,4 @@
-"""Commands about models rather than workflows: check-mixer, export, bench mixers."""
+"""Commands about models rather than workflows: check-mixer, export, checkpoints, bench mixers."""
 
 from __future__ import annotations
 
@@ -65,6 +65,43 @@ def export(
         f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at {worst.n_loops} loops, "
         f"{worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
     )
+
+
+def checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder, or a folder of checkpoints.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its sha256.")] = False,
+    prune: Annotated[
+        str | None, typer.Option(metavar="POLICY", help="Delete the others, e.g. last=2,every=10000,best.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    storage: Annotated[str | None, typer.Option("--storage", metavar="ROOT")] = None,
+) -> None:
+    """List a run's checkpoints; check them; delete those not worth keeping. Exit code 1 if --verify finds damage."""
+    from lt2_platform.storage import Storage
+    from lt2_platform.train import inventory
+    from lt2_platform.train.retention import Keep
+    from lt2_workflows.console import table
+
+    policy = None if prune is None else Keep.parse(prune)
+    folder = inventory.folder_of(find_checkpoint(Storage(storage), run))
+    found = inventory.entries(folder, verify=verify)
+    gone = [] if policy is None else inventory.prune(folder, policy, verified=found)
+    for record in found:
+        record["deleted"] = record["checkpoint"] in gone
+    if json_:
+        typer.echo(json.dumps({"folder": folder, "checkpoints": found}, indent=2))
+    else:
+        columns = ["checkpoint", "size_mb", "complete", "intact", "validation_loss", "best", "deleted"]
+        mark = {True: "yes", False: ""}
+        rows = [
+            record
+            | {"size_mb": record["bytes"] / 1e6, "complete": "yes" if record["complete"] else "NO"}
+            | {"best": mark[record["best"]], "deleted": mark[record["deleted"]]}
+            | {"intact": "" if record["problems"] is None else "; ".join(record["problems"]) or "yes"}
+            for record in found
+        ]
+        typer.echo(f"{folder}\n{table(rows, columns)}")
+    raise typer.Exit(1 if any(record["complete"] and record["problems"] for record in found) else 0)
 
 
 @bench.callback()

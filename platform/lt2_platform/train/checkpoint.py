@@ -30,6 +30,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM
 from lt2.training import TrainState
 from lt2_platform.storage import Storage
+from lt2_platform.train.retention import Keep, kept, note_best, read_best
 from lt2_platform.train.shards import load_shards, save_shards, saved_names
 
 log = logging.getLogger(__name__)
@@ -64,16 +65,19 @@ def save(
     tokenizer: dict[str, Any],
     tokenizer_files: Mapping[str, bytes] | None = None,
     train: dict[str, Any] | None = None,
-    keep: int = 2,
+    keep: Keep | int = 2,
+    validation_loss: float | None = None,
 ) -> str:
-    """Write `<folder>/step-…` and return its URI; then drop all but the newest `keep` complete ones. Collective.
+    """Write `<folder>/step-…` and return its URI; then drop what `keep` (a number: so many) does not. Collective.
+
+    validation_loss, if this very step was evaluated, makes it a candidate for the best checkpoint.
 
     tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint.
     """
     storage = Storage(folder)
     name = f"step-{state.step:08d}"
     if _rank() == 0:
-        _delete(storage, name)  # what a kill or a damaged file left under this name
+        delete(folder, name)  # what a kill or a damaged file left under this name
     _barrier()
     written = save_shards(_tensors(model, optimizer), storage, name)
     files = {path: record for part in _gather(written) for path, record in part.items()}
@@ -84,6 +88,7 @@ def save(
             "tokenizer": tokenizer,
             "train": train or {},
             "state": asdict(state),
+            "validation_loss": validation_loss,
             "world_size": _world_size(),
             "versions": {package: version(package) for package in ("lt2", "torch")},
         }
@@ -91,17 +96,25 @@ def save(
             storage.write_bytes(f"{name}/{path}", data)
             files[path] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         storage.write_json(f"{name}/{COMPLETE}", {"files": files})
-        for old in complete(folder)[:-keep]:
-            _delete(storage, old)
+        if validation_loss is not None:
+            note_best(folder, name, validation_loss)
+        names = complete(folder)
+        stay = kept(names, Keep(keep) if isinstance(keep, int) else keep, (read_best(folder) or {}).get("checkpoint"))
+        for old in (name for name in names if name not in stay):
+            delete(folder, old)
     _barrier()
     return storage.join(name)
+
+
+def all_names(folder: str) -> list[str]:
+    """Names of the checkpoints in `folder`, complete or not, oldest first."""
+    return sorted((name for name in Storage(folder).list() if _NAME.fullmatch(name)), key=lambda name: int(name[5:]))
 
 
 def complete(folder: str) -> list[str]:
     """Names of the complete checkpoints in `folder`, oldest first."""
     storage = Storage(folder)
-    names = [name for name in storage.list() if _NAME.fullmatch(name)]
-    return [name for name in sorted(names) if storage.exists(f"{name}/{COMPLETE}")]
+    return [name for name in all_names(folder) if storage.exists(f"{name}/{COMPLETE}")]
 
 
 def latest(folder: str) -> str | None:
@@ -150,7 +163,7 @@ def _file_problem(storage: Storage, name: str, expected: dict[str, Any]) -> str 
 def clean(folder: str) -> list[str]:
     """Delete what kills left behind (folders without COMPLETE) and return their names. One rank, before training."""
     storage = Storage(folder)
-    orphans = sorted({name for name in storage.list() if _NAME.fullmatch(name)} - set(complete(folder)))
+    orphans = sorted(set(all_names(folder)) - set(complete(folder)))
     for name in orphans:
         log.warning("deleting the incomplete checkpoint %s", storage.join(name))
         storage.delete(name)
@@ -172,14 +185,35 @@ def read_info(uri: str) -> CheckpointInfo:
 
 
 def resolve(uri: str) -> str:
-    """The checkpoint `uri` means: itself, or the newest one in it or in its `checkpoints` folder."""
+    """The checkpoint `uri` means: itself, or the newest one in it or in its `checkpoints` folder; `…/best` the best."""
+    return _candidates(uri)[0]
+
+
+def _candidates(uri: str) -> list[str]:
+    """What `uri` may mean, the preferred first; never empty."""
     storage = Storage(uri)
     if storage.exists(COMPLETE):
-        return storage.root
+        return [storage.root]
+    if storage.root.endswith("/best"):
+        run = Storage(storage.root.removesuffix("/best"))
+        for folder in (run.root, run.join("checkpoints")):
+            if best := read_best(folder):
+                return [Storage(folder).join(best["checkpoint"])]
+        raise CheckpointError(f"{uri}: no checkpoint of a step that was evaluated (train.eval_every)")
     for folder in (storage.root, storage.join("checkpoints")):
         if names := complete(folder):
-            return Storage(folder).join(names[-1])
+            return [Storage(folder).join(name) for name in reversed(names)]
     raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}")
+
+
+def _intact(uri: str) -> str:
+    """`resolve`, but reading every file; a damaged one is passed over, loudly, when `uri` leaves a choice."""
+    candidates = _candidates(uri)
+    for candidate in candidates:
+        if not (problems := damage(candidate)):
+            return candidate
+        log.error("checkpoint %s is damaged: %s", candidate, "; ".join(problems))
+    raise CheckpointError(f"{candidates[0]}: damaged checkpoint ({'; '.join(damage(candidates[0]))})")
 
 
 def check_matches(info: CheckpointInfo, config: ModelConfig, tokenizer: dict[str, Any]) -> None:
@@ -220,11 +254,11 @@ def load(uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainS
 def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
     """(model on CPU in fp32 and eval mode, its config, tokenizer info) in one process; `uri` as for `resolve`.
 
+    A damaged newest checkpoint of a folder is passed over, loudly.
+
     The tokenizer is `load_tokenizer(info["file"] or "byte")`: "file" is a full path, None for the built-in one.
     """
-    uri = resolve(uri)
-    if problems := damage(uri):
-        raise CheckpointError(f"{uri}: damaged checkpoint ({'; '.join(problems)})")
+    uri = _intact(uri)
     info = read_info(uri)
     with torch.device("meta"):
         model = LoopedLM(info.model)
@@ -263,7 +297,9 @@ def _rng() -> dict[str, Tensor]:
     return states
 
 
-def _delete(storage: Storage, name: str) -> None:
+def delete(folder: str, name: str) -> None:
+    """Remove one checkpoint, whatever is left of it."""
+    storage = Storage(folder)
     # COMPLETE goes first: a kill in between leaves an orphan, never a checkpoint with missing files.
     storage.delete(f"{name}/{COMPLETE}")
     storage.delete(name)

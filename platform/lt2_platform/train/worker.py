@@ -28,6 +28,7 @@ from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint
+from lt2_platform.train.retention import Keep
 from lt2_platform.train.rollback import Rollbacks
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def _train(
     )
     logger = _Logger.open(spec, config) if rank == 0 else None
     evaluator = _Evaluator(spec.data, config, logger)
-    saver = _Saver(folder, model_config, config, tokenizer, _tokenizer_files(spec.data), report)
+    saver = _Saver(folder, model_config, config, tokenizer, _tokenizer_files(spec.data), report, evaluator)
     # In this order: the metrics of a step are safe before the checkpoint that makes a resume skip it.
     ours = [each for each in (logger, evaluator, saver) if each is not None]
     schedule = warmup_cosine(
@@ -181,6 +182,7 @@ class _Saver:
     tokenizer: dict[str, Any]
     tokenizer_files: dict[str, bytes]
     report: Callable[[dict[str, Any]], None] | None
+    evaluator: _Evaluator
     reported: float = -math.inf
 
     def on_checkpoint(self, state: TrainState, model: LoopedLM, optimizer: torch.optim.Optimizer) -> None:
@@ -193,7 +195,8 @@ class _Saver:
             tokenizer=self.tokenizer,
             tokenizer_files=self.tokenizer_files,
             train=self.config.model_dump(mode="json"),
-            keep=self.config.keep_checkpoints,
+            keep=Keep(self.config.keep_checkpoints, self.config.keep_every, self.config.keep_best),
+            validation_loss=self.evaluator.last.get(state.step),
         )
         if self.report is None:
             return
@@ -211,6 +214,7 @@ class _Evaluator:
     data: str
     config: TrainConfig
     logger: _Logger | None
+    last: dict[int, float] = field(default_factory=dict)  # the loss of the last evaluated step
 
     def on_eval(self, state: TrainState, model: LoopedLM) -> None:
         device = model.embed.weight.device
@@ -222,6 +226,7 @@ class _Evaluator:
                 max_sequences=self.config.eval_sequences,
                 document_mask=self.config.document_mask,
             )
+        self.last = {state.step: result["loss"]}
         if self.logger is not None:
             self.logger.writer.log(state.step, {"validation_loss": result["loss"]})
 
