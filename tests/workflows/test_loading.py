@@ -43,6 +43,14 @@ def test_type_goes_first_and_drops_the_keys_of_the_old_type():
     assert steps["train"]["layers"] == [{"type": "full"}, {"type": "window", "window": 8}]
 
 
+def test_a_type_turns_a_plain_spelling_into_a_config():
+    steps = {"prepare": {"source": "books/"}}
+    apply_overrides(steps, [("prepare.source.path", "web/"), ("prepare.source.type", "fineweb_edu")])
+    assert steps["prepare"]["source"] == {"type": "fineweb_edu", "path": "web/"}
+    with pytest.raises(ConfigError, match="prepare.source is 'books/', which has no keys"):
+        apply_overrides({"prepare": {"source": "books/"}}, [("prepare.source.path", "web/")])
+
+
 def test_setting_the_same_type_keeps_its_siblings():
     steps = {"train": {"mixer": {"type": "window", "window": 64}}}
     apply_overrides(steps, [("train.mixer.type", "window")])

@@ -115,6 +115,8 @@ def _set(steps: dict[str, Any], key: str, value: Any) -> None:
     here: Any = steps
     parts = key.split(".")
     for depth, part in enumerate(parts[:-1]):
+        if parts[depth + 1 :] == ["type"] and isinstance(here, dict) and isinstance(here.get(part), str):
+            here[part] = {}  # a plain spelling, such as a path for a source, makes way for a config
         here = _enter(here, part, key, ".".join(parts[:depth]))
     last = parts[-1]
     if isinstance(here, list):

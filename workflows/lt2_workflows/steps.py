@@ -12,7 +12,7 @@ from pydantic import Field
 from lt2.config import ConfigError
 from lt2.train_config import TrainConfig
 from lt2_platform.data.prepare import PrepareConfig, prepare
-from lt2_platform.data.sources import STDLIB
+from lt2_platform.data.source_configs import STDLIB, describe, paths_of
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import AnyTask, PerplexityConfig, ThroughputConfig
 from lt2_platform.storage import absolute, filesystem
@@ -59,7 +59,7 @@ class PrepareStep(StepConfig, PrepareConfig):
 def check_prepare(config: PrepareStep) -> None:
     """Raise ConfigError for a tokenizer or source that is not there."""
     load_tokenizer(config.tokenizer)
-    for source in [config.source] if isinstance(config.source, str) else config.source:
+    for source in paths_of(config.source):
         if source == STDLIB:
             continue
         location = absolute(source)
@@ -70,7 +70,7 @@ def check_prepare(config: PrepareStep) -> None:
 
 
 def describe_prepare(config: PrepareStep, context: StepContext) -> str:
-    return f"{config.source} -> {config.tokenizer} tokens in rows of {config.seq_len:,}"
+    return f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}"
 
 
 @step_type(PrepareStep, check=check_prepare, describe=describe_prepare)

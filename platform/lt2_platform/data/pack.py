@@ -1,7 +1,7 @@
 """Documents to fixed-length rows: pure functions on arrays, the same whatever ran where.
 
 A *marked* stream is a flat uint32 array of token ids whose top bit is set on the first token of every document, so a
-stream can be cut anywhere and still say where its documents start.
+stream can be cut anywhere and still say where its documents start. The next bit marks tokens that are not learned.
 """
 
 from __future__ import annotations
@@ -12,18 +12,41 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 START = np.uint32(1 << 31)
+IGNORED = np.uint32(1 << 30)
+TOKEN = np.uint32((1 << 30) - 1)
 PADDING = -1  # doc_ids value of positions that hold no token
 HASH_SPACE = 1 << 64
 
 
 def join_documents(ids: Sequence[np.ndarray], bos_id: int | None, eos_id: int) -> np.ndarray:
     """Marked stream (n_tokens,) uint32 of `bos ids eos` per document; a None `bos_id` adds no first token."""
+    return join_framed([frame(document, bos_id, eos_id) for document in ids])
+
+
+def frame(ids: np.ndarray, bos_id: int | None, eos_id: int) -> np.ndarray:
+    """`bos ids eos` uint32; where `ids` has tokens that are IGNORED, bos is too, and eos as the last of them."""
     head = np.array([] if bos_id is None else [bos_id], dtype=np.uint32)
     tail = np.array([eos_id], dtype=np.uint32)
-    if not ids:
+    if len(ids) and (ids & IGNORED).any():
+        head, tail = head | IGNORED, tail | (ids[-1] & IGNORED)
+    return np.concatenate([head, ids, tail]).astype(np.uint32, copy=False)
+
+
+def split_framed(document: np.ndarray, limit: int | None, bos_id: int | None) -> list[np.ndarray]:
+    """A framed document in pieces of at most `limit` tokens, each beginning with bos; only the last ends with eos."""
+    if limit is None or len(document) <= limit:
+        return [document]
+    head = document[: 0 if bos_id is None else 1]
+    body, size = document[len(head) :], limit - len(head)
+    return [np.concatenate([head, body[at : at + size]]) for at in range(0, len(body), size)]
+
+
+def join_framed(documents: Sequence[np.ndarray]) -> np.ndarray:
+    """Marked stream of documents that have their bos and eos."""
+    if not documents:
         return np.empty(0, dtype=np.uint32)
-    stream = np.concatenate([part for document in ids for part in (head, document, tail)]).astype(np.uint32, copy=False)
-    lengths = np.array([len(document) for document in ids], dtype=np.int64) + len(head) + 1
+    stream = np.concatenate(documents)
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
     stream[np.cumsum(lengths) - lengths] |= START
     return stream
 
@@ -40,9 +63,16 @@ def pack(stream: np.ndarray, width: int, pad_id: int) -> tuple[np.ndarray, np.nd
     starts = ((padded & START) != 0).reshape(n_rows, width)
     doc_ids = np.cumsum(starts, axis=1, dtype=np.int32)
     doc_ids -= doc_ids[:, :1]
-    tokens = (padded & ~START).astype(np.int32).reshape(n_rows, width)
+    tokens = (padded & TOKEN).astype(np.int32).reshape(n_rows, width)
     doc_ids.reshape(-1)[len(stream) :] = PADDING
     return tokens, doc_ids
+
+
+def learned(stream: np.ndarray, width: int) -> np.ndarray:
+    """Which tokens of `pack`'s rows count in the loss, (n_rows, width) bool; padding does not."""
+    mask = np.zeros(-(-len(stream) // width) * width, dtype=bool)
+    mask[: len(stream)] = (stream & IGNORED) == 0
+    return mask.reshape(-1, width)
 
 
 def spans(counts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -11,21 +11,30 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError
-from lt2_platform.data import sources, units
+from lt2_platform.data import mixture, sources, units
+from lt2_platform.data.manifest import describe_sources, refuse_empty, write_quarantine
 from lt2_platform.data.pack import entropy, forced_threshold, holdout_threshold, spans
-from lt2_platform.data.readers import peek_columns, read_rows
+from lt2_platform.data.readers import check_first_rows
+from lt2_platform.data.source_configs import (
+    STDLIB,
+    AnySource,
+    FileSource,
+    MixtureConfig,
+    SourceConfig,
+    identity,
+    parts_of,
+)
 from lt2_platform.data.spread import some_ray, spread
 from lt2_platform.data.tokenize import Tokenizer, describe, load_tokenizer
-from lt2_platform.data.units import SPLITS, Job, Shard, Unit, staged, tokenize_unit, write_shard
+from lt2_platform.data.units import SPLITS, Job, Shard, Unit, tokenize_unit, write_shard
 from lt2_platform.storage import Storage, absolute
 
 SCHEMA_VERSION = 1
@@ -37,11 +46,14 @@ logger = logging.getLogger(__name__)
 class PrepareConfig(Config):
     """What to read and how to cut it.
 
-    A text file is one document, or several when it is long: it is cut at a blank line about every 128 KiB.
-    `shard_sequences` None means about 4 Mi tokens per shard; `max_documents` keeps the first ones in source order.
+    `source` is a path, several, or a source config (lt2_platform.data.source_configs); `format` and `text_column` are
+    for bare paths. A text file is one document, or several when it is long: it is cut at a blank line about every 128
+    KiB. `shard_sequences` None means about 4 Mi tokens per shard; `max_documents` keeps the first ones in source order.
+    Documents of more than `max_document_tokens`, BOS and EOS included, are split into several, each with a BOS; only
+    the last ends with the EOS.
     """
 
-    source: str | tuple[str, ...] = sources.STDLIB
+    source: AnySource = STDLIB
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_column: str = "text"
     tokenizer: str = "byte"
@@ -50,6 +62,22 @@ class PrepareConfig(Config):
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     shard_sequences: int | None = Field(default=None, ge=1)
     max_documents: int | None = Field(default=None, ge=1)
+    max_document_tokens: int | None = Field(default=None, ge=3)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> PrepareConfig:
+        if isinstance(self.source, SourceConfig) and not isinstance(self.source, MixtureConfig):
+            for name in ("format", "text_column"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is for a source that is a path; set it inside source, or drop it")
+        if isinstance(self.source, MixtureConfig) and self.max_documents is not None:
+            raise ValueError("max_documents would leave all but the first sources of a mixture out; drop it")
+        return self
+
+    @property
+    def parts(self) -> list[FileSource]:
+        """The sources to read, in order."""
+        return parts_of(self.source, format=self.format, text_column=self.text_column)
 
 
 def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) -> dict[str, Any]:
@@ -60,9 +88,9 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     stopped; manifest.json is written last. Raises ConfigError for input or settings that cannot work.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    files = sources.find_files(config.source, config.format)
-    _check_first_columns(files, config.text_column)
-    work = _units(files, config)
+    files = sources.files_of(config.parts)
+    check_first_rows(files, config.parts)
+    work = units.plan(files, config.parts, config.max_documents)
     storage = Storage(out)
     fingerprint = _fingerprint(config, tokenizer, files)
     if storage.exists(MANIFEST):
@@ -90,18 +118,28 @@ def _build(
 ) -> dict[str, Any]:
     file = _copy_tokenizer(config.tokenizer, storage)
     width = config.seq_len + 1
+    masked = any(part.masks_loss for part in config.parts)
     shard_sequences = config.shard_sequences or max(units.ROW_GROUP, SHARD_TOKENS // width // 64 * 64)
 
     def job(threshold: int) -> Job:
         staging = f".staging/{_digest([fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS])[:16]}"
         tokenizer_at = storage.join(file) if file else config.tokenizer
         return Job(
-            storage.root, staging, tokenizer_at, config.text_column, config.seed, threshold, width, shard_sequences
+            out=storage.root,
+            staging=staging,
+            tokenizer=tokenizer_at,
+            sources=tuple(config.parts),
+            seed=config.seed,
+            threshold=threshold,
+            width=width,
+            shard_sequences=shard_sequences,
+            max_document_tokens=config.max_document_tokens,
+            masked=masked,
         )
 
     chosen = job(holdout_threshold(config.validation_fraction))
     records = _tokenize(work, chosen, parallelism)
-    _refuse_empty(records, files)
+    refuse_empty(records, files)
     lowest = min(record["lowest"] for record in records if record["lowest"] is not None)
     highest = max(record["highest"] for record in records if record["highest"] is not None)
     forced = forced_threshold(chosen.threshold, lowest, highest)
@@ -111,18 +149,41 @@ def _build(
         records = _tokenize(work, chosen, parallelism)
     for made in (*SPLITS, "quarantine"):
         storage.delete(made)  # what an interrupted run left, half-written temporary files included
-    splits = _write_splits(records, chosen, parallelism)
-    return {
+    streams, mixed = _streams(config, work, records)
+    splits = _write_splits(records, streams, chosen, parallelism)
+    manifest = {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
         "tokenizer": {**describe(tokenizer), "file": file},
         "seq_len": config.seq_len,
         "seed": config.seed,
-        "config": config.model_dump(mode="json"),
-        "sources": _describe_sources(files, work, records),
+        "config": _settings(config),
+        "sources": describe_sources(config.source, config.parts, files, work, records),
         "splits": splits,
-        "quarantine": _write_quarantine(work, records, storage, chosen),
+        "quarantine": write_quarantine(work, records, storage, chosen),
     }
+    if masked:
+        manifest["loss_mask"] = True
+    if mixed:
+        manifest["mixture"] = mixed
+    if config.max_document_tokens is not None:
+        manifest["documents_split"] = sum(record["documents_split"] for record in records)
+    return manifest
+
+
+def _streams(
+    config: PrepareConfig, work: Sequence[Unit], records: Sequence[dict[str, Any]]
+) -> tuple[dict[str, list[mixture.Segment]], list[dict[str, Any]]]:
+    """What each split is the concatenation of, and the manifest's account of a mixture (empty without one)."""
+    streams = {split: mixture.whole(records, split) for split in SPLITS}
+    if not isinstance(config.source, MixtureConfig):
+        return streams, []
+    owners = [unit.parts[0][0].source for unit in work]
+    by_source = [
+        [segment for segment in streams["train"] if owners[segment.unit] == part] for part in range(len(config.parts))
+    ]
+    mixed, account = mixture.mix(config.source, by_source)
+    return {**streams, "train": mixed}, account
 
 
 def _tokenize(work: Sequence[Unit], job: Job, parallelism: int | None) -> list[dict[str, Any]]:
@@ -136,8 +197,10 @@ def _tokenize(work: Sequence[Unit], job: Job, parallelism: int | None) -> list[d
     return sorted(records, key=lambda record: record["unit"])
 
 
-def _write_splits(records: Sequence[dict[str, Any]], job: Job, parallelism: int | None) -> dict[str, Any]:
-    totals = {split: sum(record["tokens"].get(split, 0) for record in records) for split in SPLITS}
+def _write_splits(
+    records: Sequence[dict[str, Any]], streams: dict[str, list[mixture.Segment]], job: Job, parallelism: int | None
+) -> dict[str, Any]:
+    totals = {split: sum(segment.tokens for segment in streams[split]) for split in SPLITS}
     # The end of the training stream that fills no row is dropped; validation keeps it, padded.
     rows = {"train": totals["train"] // job.width, "validation": -(-totals["validation"] // job.width)}
     if not rows["train"]:
@@ -145,7 +208,7 @@ def _write_splits(records: Sequence[dict[str, Any]], job: Job, parallelism: int 
             f"the corpus has {totals['train']:,} training tokens, fewer than one sequence of seq_len + 1 = "
             f"{job.width:,}; lower prepare.seq_len or add text"
         )
-    shards = [shard for split in SPLITS for shard in _shards(records, job, split, rows[split], totals[split])]
+    shards = [shard for split in SPLITS for shard in _shards(streams[split], job, split, rows[split], totals[split])]
     files: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     counts = {split: np.zeros(1, dtype=np.int64) for split in SPLITS}
     for done, (file, shard_counts) in enumerate(spread(write_shard, shards, job, parallelism), start=1):
@@ -166,103 +229,31 @@ def _write_splits(records: Sequence[dict[str, Any]], job: Job, parallelism: int 
     }
 
 
-def _shards(records: Sequence[dict[str, Any]], job: Job, split: str, rows: int, total: int) -> Iterator[Shard]:
-    counts = [record["tokens"].get(split, 0) for record in records]
+def _shards(stream: Sequence[mixture.Segment], job: Job, split: str, rows: int, total: int) -> Iterator[Shard]:
+    counts = [segment.tokens for segment in stream]
     for index, first in enumerate(range(0, rows, job.shard_sequences)):
         sequences = min(job.shard_sequences, rows - first)
         start, stop = first * job.width, min((first + sequences) * job.width, total)
-        yield Shard(split, index, first, sequences, tuple(spans(counts, start, stop)))
-
-
-def _write_quarantine(
-    work: Sequence[Unit], records: Sequence[dict[str, Any]], storage: Storage, job: Job
-) -> dict[str, Any]:
-    """quarantine/part-*.jsonl with rows numbered from the start of their file; returns the manifest's summary."""
-    seen: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    parts = 0
-    for unit, record in zip(work, records, strict=True):
-        first_rows = []
-        for (file, _), counts in zip(unit.parts, record["parts"], strict=False):
-            first_rows.append(seen[file.path])
-            seen[file.path] += counts["rows"]
-        if not record["reasons"]:
-            continue
-        reasons.update(record["reasons"])
-        with (
-            storage.open(staged(job, unit.index, "quarantine")) as bad,
-            storage.writer(f"quarantine/part-{parts:05d}.jsonl") as target,
-        ):
-            for line in bad:
-                fault = json.loads(line)
-                fault["row"] += first_rows[fault.pop("part")]
-                target.write(json.dumps(fault, ensure_ascii=False).encode() + b"\n")
-        parts += 1
-    return {"rows": sum(reasons.values()), "reasons": dict(sorted(reasons.items())), "files": parts}
-
-
-def _describe_sources(
-    files: Sequence[sources.SourceFile], work: Sequence[Unit], records: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    documents: Counter[str] = Counter()
-    for unit, record in zip(work, records, strict=True):
-        for (file, _), counts in zip(unit.parts, record["parts"], strict=False):
-            documents[file.path] += counts["documents"]
-    return [sources.describe(file, documents[file.path]) for file in files]
-
-
-def _units(files: Sequence[sources.SourceFile], config: PrepareConfig) -> list[Unit]:
-    planned = sources.plan_units(files, config.text_column)
-    work = [Unit(index, tuple((files[part.file], part) for part in unit)) for index, unit in enumerate(planned)]
-    if config.max_documents is None:
-        return work
-    kept, remaining = [], config.max_documents
-    for unit in work:
-        if not remaining:
-            break
-        kept.append(Unit(unit.index, unit.parts, remaining))
-        remaining -= _count_documents(kept[-1], config.text_column)
-    return kept
-
-
-def _count_documents(unit: Unit, text_column: str) -> int:
-    """Usable documents of a unit, counted up to its limit by reading only."""
-    found = 0
-    for file, part in unit.parts:
-        for row in read_rows(file, part, text_column):
-            found += isinstance(row.text, str)
-            if found == unit.limit:
-                return found
-    return found
-
-
-def _check_first_columns(files: Sequence[sources.SourceFile], text_column: str) -> None:
-    first = next((file for file in files if file.format == "jsonl"), None)
-    columns = peek_columns(first) if first else []
-    if first and columns and text_column not in columns:
-        raise sources.missing_column(first.name, text_column, columns)
-
-
-def _refuse_empty(records: Sequence[dict[str, Any]], files: Sequence[sources.SourceFile]) -> None:
-    if any(sum(record["documents"].values()) for record in records):
-        return
-    reasons = sum((Counter(record["reasons"]) for record in records), Counter())
-    described = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
-    if not reasons:
-        raise ConfigError(f"the corpus is empty: no document in {described}; give a source with text")
-    fault = next(record["first_fault"] for record in records if record["first_fault"])
-    listed = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(reasons.items()))
-    raise ConfigError(
-        f"no usable row in {described} ({listed}), the first being row {fault['row']} of {fault['source']}; "
-        "check prepare.format and prepare.text_column"
-    )
+        cuts = [(stream[part].unit, begin, end) for part, begin, end in spans(counts, start, stop)]
+        yield Shard(split, index, first, sequences, tuple(cuts))
 
 
 def _fingerprint(config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[sources.SourceFile]) -> str:
     """Names everything the output depends on, and nothing else."""
-    settings = config.model_dump(mode="json", exclude={"source", "tokenizer"})
-    versions = [[file.name, file.format, file.compression, file.bytes, file.version] for file in files]
+    settings = {key: value for key, value in _settings(config).items() if key not in ("source", "tokenizer")}
+    versions: list[list[Any]] = [[file.name, file.format, file.compression, file.bytes, file.version] for file in files]
+    if isinstance(config.source, SourceConfig):
+        settings["source"] = identity(config.source)
+        versions = [[*version, file.source] for version, file in zip(versions, files, strict=True)]
     return _digest([SCHEMA_VERSION, sources.PIECE_BYTES, settings, tokenizer.sha256, versions])
+
+
+def _settings(config: PrepareConfig) -> dict[str, Any]:
+    """The config as JSON; options younger than the first datasets are absent at their default, so those stay valid."""
+    settings = config.model_dump(mode="json")
+    if config.max_document_tokens is None:
+        del settings["max_document_tokens"]
+    return settings
 
 
 def _digest(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
@@ -13,37 +13,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
-from lt2_platform.data.sources import PIECE_BYTES, Slice, SourceFile
+from lt2_platform.data.documents import SAMPLE_CHARACTERS, Document, Fault, checked
+from lt2_platform.data.source_configs import FileSource
+from lt2_platform.data.sources import PIECE_BYTES, Slice, SourceFile, check_columns, is_text
 from lt2_platform.storage import arrow_filesystem
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
-SAMPLE_CHARACTERS = 200
+LEFT_OUT = Fault("left out by the source's own filter")
 _BOM = b"\xef\xbb\xbf"
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
-class Fault(NamedTuple):
-    """Why a row cannot be used, and the beginning of it."""
-
-    reason: str
-    sample: str
-
-
 class Row(NamedTuple):
-    """A document, a bad row, or None for a blank line; `row` counts lines, pieces or table rows of the slice from 0."""
+    """A document, a bad row, LEFT_OUT, or None for a blank line; `row` counts lines, pieces or table rows from 0."""
 
     row: int
-    text: str | Fault | None
+    text: Document | Fault | None
 
 
-def read_rows(file: SourceFile, part: Slice, text_column: str) -> Iterator[Row]:
+def read_rows(file: SourceFile, part: Slice, source: FileSource) -> Iterator[Row]:
     """The rows of one slice in file order. Raises ConfigError if the file itself cannot be read."""
     with _blaming(file):
         if file.format == "parquet":
-            yield from _parquet_rows(file, part, text_column)
+            yield from _parquet_rows(file, part, source)
         elif file.format == "jsonl":
             with _open(file) as stream:
-                yield from _json_rows(stream, part, text_column)
+                yield from _json_rows(stream, part, source)
         else:
             with _open(file) as stream:
                 yield from _text_rows(stream, part)
@@ -83,6 +78,15 @@ def peek_columns(file: SourceFile) -> list[str]:
                 continue
             keys.update(dict.fromkeys(value if isinstance(value, dict) else ()))
     return list(keys)
+
+
+def check_first_rows(files: Sequence[SourceFile], parts: Sequence[FileSource]) -> None:
+    """Raise ConfigError for a source whose first jsonl file lacks a column in all of its first rows."""
+    for index, part in enumerate(parts):
+        first = next((file for file in files if file.source == index and file.format == "jsonl"), None)
+        columns = peek_columns(first) if first else []
+        if first and columns:
+            check_columns(first, part, columns)
 
 
 def _open(file: SourceFile) -> BinaryIO:
@@ -134,11 +138,17 @@ def _cut(content: bytes) -> int | None:
     return None if newline < 0 else newline + 1
 
 
-def _json_rows(stream: BinaryIO, part: Slice, text_column: str) -> Iterator[Row]:
+def _json_rows(stream: BinaryIO, part: Slice, source: FileSource) -> Iterator[Row]:
+    document = source.reader()
     for index, line in enumerate(lines(stream, part.start, part.stop)):
         if part.start == 0 and index == 0:
             line = line.removeprefix(_BOM)
-        yield Row(index, _json_text(line, text_column) if line.strip() else None)
+        if not line.strip():
+            yield Row(index, None)
+            continue
+        value = _json_object(line, source)
+        found = value if isinstance(value, Fault) else document(value)
+        yield Row(index, _sampled(found, line))
 
 
 def lines(stream: BinaryIO, start: int, stop: int | None) -> Iterator[bytes]:
@@ -166,60 +176,80 @@ def _skip_line(stream: BinaryIO) -> int:
     return skipped
 
 
-def _json_text(line: bytes, text_column: str) -> str | Fault:
+def _json_object(line: bytes, source: FileSource) -> dict[str, Any] | Fault:
     if len(line) > MAX_DOCUMENT_BYTES:
-        return _fault("longer than 256 MiB", line)
+        return Fault("longer than 256 MiB")
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError:
-        return _fault("invalid utf-8", line)
+        return Fault("invalid utf-8")
     except (ValueError, RecursionError):
-        return _fault("invalid json", line)
+        return Fault("invalid json")
     if not isinstance(value, dict):
-        return _fault("not a json object", line)
-    if text_column not in value:
-        return _fault("missing column", line)
-    return _checked(value[text_column], line)
-
-
-def _parquet_rows(file: SourceFile, part: Slice, text_column: str) -> Iterator[Row]:
-    fs, path = arrow_filesystem(file.path)
-    index = 0
-    with pq.ParquetFile(path, filesystem=fs, pre_buffer=False) as table:
-        groups = list(range(part.start, table.num_row_groups if part.stop is None else part.stop))
-        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=[text_column]):
-            column = batch.column(0)
-            if pa.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
-            # As bytes, because one malformed string would otherwise fail the whole batch.
-            for value in column.cast(pa.large_binary()).to_pylist():
-                yield Row(index, Fault("null text", "") if value is None else _text(value))
-                index += 1
-
-
-def _text(content: bytes) -> str | Fault:
-    if len(content) > MAX_DOCUMENT_BYTES:
-        return _fault("longer than 256 MiB", content)
-    try:
-        return _checked(content.decode(), content)
-    except UnicodeDecodeError:
-        return _fault("invalid utf-8", content)
-
-
-def _checked(value: Any, content: bytes) -> str | Fault:
-    if value is None:
-        return _fault("null text", content)
-    if not isinstance(value, str):
-        return _fault("not a string", content)
-    if not value.strip():
-        return _fault("empty text", content)
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return _fault("lone surrogate", content)
+        return Fault("not a json object")
+    if not all(any(column in value for column in alternatives) for alternatives in source.columns):
+        return Fault("missing column")
     return value
 
 
-def _fault(reason: str, content: bytes) -> Fault:
-    return Fault(reason, content[: 4 * SAMPLE_CHARACTERS].decode(errors="replace").strip()[:SAMPLE_CHARACTERS])
+def _parquet_rows(file: SourceFile, part: Slice, source: FileSource) -> Iterator[Row]:
+    document = source.reader()
+    wanted = [column for alternatives in source.columns for column in alternatives] + list(source.optional_columns)
+    fs, path = arrow_filesystem(file.path)
+    index = 0
+    with pq.ParquetFile(path, filesystem=fs, pre_buffer=False) as table:
+        columns = [column for column in wanted if column in table.schema_arrow.names]
+        groups = list(range(part.start, table.num_row_groups if part.stop is None else part.stop))
+        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=columns):
+            values = {name: _values(batch.column(name)) for name in columns}
+            for place in range(batch.num_rows):
+                row = {name: _decoded(column[place]) for name, column in values.items()}
+                fault = next((value for value in row.values() if isinstance(value, Fault)), None)
+                first = values[columns[0]][place]
+                yield Row(index, _sampled(fault or document(row), first if isinstance(first, bytes) else b""))
+                index += 1
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Python values; text as bytes, because one malformed string would otherwise fail the whole batch."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if is_text(column.type):
+        return column.cast(pa.large_binary()).to_pylist()
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_value(column[place]) for place in range(len(column))]
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return Fault("invalid utf-8")
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, bytes):
+        return value
+    if len(value) > MAX_DOCUMENT_BYTES:
+        return Fault("longer than 256 MiB")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return Fault("invalid utf-8")
+
+
+def _text(content: bytes) -> Document | Fault:
+    text = _decoded(content)
+    return _sampled(text if isinstance(text, Fault) else checked(text), content)
+
+
+def _sampled(found: Document | Fault | None, content: bytes) -> Document | Fault:
+    """What a row became, a fault with the beginning of its content unless it has one; None means left out."""
+    if found is None:
+        return LEFT_OUT
+    if not isinstance(found, Fault) or found.sample:
+        return found
+    sample = content[: 4 * SAMPLE_CHARACTERS].decode(errors="replace").strip()[:SAMPLE_CHARACTERS]
+    return Fault(found.reason, sample)

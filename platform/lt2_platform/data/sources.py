@@ -8,16 +8,16 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
+from lt2_platform.data.source_configs import STDLIB, FileSource
 from lt2_platform.storage import S3, absolute, arrow_filesystem, filesystem
 
-STDLIB = "python-stdlib"
 PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line after each 128 KiB (about 32k tokens)
 UNIT_BYTES = 4 * 2**20
 MAX_UNITS = 10_000
@@ -32,7 +32,10 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input file. `name` is what messages and manifests say; `version` is its sha256 or S3 etag."""
+    """One input file. `name` is what messages and manifests say; `version` is its sha256 or S3 etag.
+
+    `source` is the index of the source it belongs to.
+    """
 
     name: str
     path: str
@@ -40,6 +43,7 @@ class SourceFile:
     compression: str | None
     bytes: int
     version: str
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,25 @@ class Slice:
     stop: int | None
 
 
-def find_files(source: str | Sequence[str], format: str = "auto") -> list[SourceFile]:
+def files_of(parts: Sequence[FileSource]) -> list[SourceFile]:
+    """The files of every source, source by source; raises ConfigError as `find_files` does."""
+    return [
+        replace(file, source=index)
+        for index, part in enumerate(parts)
+        for file in find_files(part.path, part.format, by_extension=part.by_extension)
+    ]
+
+
+def find_files(source: str | Sequence[str], format: str = "auto", *, by_extension: bool = False) -> list[SourceFile]:
     """Every file of `source` (paths, globs, folders, "python-stdlib"), in a fixed order, each once.
 
+    `by_extension`: with a given format, leave out of folders and globs what has no extension of that format.
     Raises ConfigError for a missing path, a glob or folder without usable files, an unknown extension.
     """
     sources = [source] if isinstance(source, str) else list(source)
     named: dict[str, str] = {}  # path -> name, first mention wins
     for one in sources:
-        for name, path in _stdlib() if one == STDLIB else _expand(one, format):
+        for name, path in _stdlib() if one == STDLIB else _expand(one, format, by_extension):
             named.setdefault(path, name)
     if not named:
         raise ConfigError("no source given; set prepare.source to a file, folder, glob or python-stdlib")
@@ -67,7 +81,7 @@ def find_files(source: str | Sequence[str], format: str = "auto") -> list[Source
         return list(pool.map(lambda item: _inspect(item[1], item[0], format), named.items()))
 
 
-def _expand(source: str, format: str) -> Iterable[tuple[str, str]]:
+def _expand(source: str, format: str, by_extension: bool) -> Iterable[tuple[str, str]]:
     location = absolute(source)
     fs = filesystem(location)
     if fs.isfile(location):
@@ -83,7 +97,14 @@ def _expand(source: str, format: str) -> Iterable[tuple[str, str]]:
     paths = sorted({(S3 if location.startswith(S3) else "") + path for path in found})
     if not paths:
         raise ConfigError(f"source {source} matches no file; check the path")
-    usable = [path for path in paths if format != "auto" or _format_and_compression(path)[0]]
+    if format == "auto":
+        usable = [path for path in paths if _format_and_compression(path)[0]]
+    else:
+        usable = [path for path in paths if not by_extension or _format_and_compression(path)[0] == format]
+    if not usable and by_extension and format != "auto":
+        raise ConfigError(
+            f"source {source} holds no {format} file (found {os.path.basename(paths[0])}); give another path or type"
+        )
     if not usable:
         raise ConfigError(
             f"source {source} holds no text, jsonl or parquet file (found {os.path.basename(paths[0])}); "
@@ -141,35 +162,36 @@ def describe(file: SourceFile, documents: int) -> dict[str, Any]:
     return {"type": file.format, "path": file.name, "bytes": file.bytes, "documents": documents, **version}
 
 
-def plan_units(files: Sequence[SourceFile], text_column: str) -> list[list[Slice]]:
+def plan_units(files: Sequence[SourceFile], parts: Sequence[FileSource]) -> list[list[Slice]]:
     """Units of about 4 MiB (more for corpora beyond 40 GB), in source order; a function of the files alone.
 
-    Raises ConfigError for a parquet file that is damaged or lacks the text column.
+    A unit is of one source. Raises ConfigError for a parquet file that is damaged or lacks a column.
     """
     size = max(UNIT_BYTES, sum(file.bytes for file in files) // MAX_UNITS)
     size = -(-size // PIECE_BYTES) * PIECE_BYTES
     units: list[list[Slice]] = [[]]
     filled = 0
     for index, file in enumerate(files):
-        for part, weight in _slices(index, file, size, text_column):
-            if filled + weight > size and units[-1]:
+        changed = units[-1] and files[units[-1][-1].file].source != file.source
+        for part, weight in _slices(index, file, size, parts[file.source]):
+            if changed or (filled + weight > size and units[-1]):
                 units.append([])
-                filled = 0
+                filled, changed = 0, False
             units[-1].append(part)
             filled += weight
     return [unit for unit in units if unit]
 
 
-def _slices(index: int, file: SourceFile, size: int, text_column: str) -> list[tuple[Slice, int]]:
+def _slices(index: int, file: SourceFile, size: int, source: FileSource) -> list[tuple[Slice, int]]:
     if file.format == "parquet":
-        return _row_groups(index, file, size, text_column)
+        return _row_groups(index, file, size, source)
     if file.compression or file.bytes <= size:
         return [(Slice(index, 0, None), file.bytes)]  # a compressed stream has no way in but its beginning
     cuts = range(0, file.bytes, size)
     return [(Slice(index, cut, min(cut + size, file.bytes)), min(size, file.bytes - cut)) for cut in cuts]
 
 
-def _row_groups(index: int, file: SourceFile, size: int, text_column: str) -> list[tuple[Slice, int]]:
+def _row_groups(index: int, file: SourceFile, size: int, source: FileSource) -> list[tuple[Slice, int]]:
     fs, path = arrow_filesystem(file.path)
     try:
         metadata = pq.read_metadata(path, filesystem=fs)
@@ -178,20 +200,21 @@ def _row_groups(index: int, file: SourceFile, size: int, text_column: str) -> li
             f"{file.name} is not a readable parquet file ({_line(error)}); replace or remove it"
         ) from error
     schema = metadata.schema.to_arrow_schema()
-    if text_column not in schema.names:
-        raise missing_column(file.name, text_column, schema.names)
-    kind = schema.field(text_column).type
-    if not _is_text(kind):
-        raise ConfigError(f"column '{text_column}' of {file.name} is {kind}, not text; set prepare.text_column")
+    check_columns(file, source, schema.names)
+    for column in source.text_columns:
+        kind = schema.field(column).type
+        if not is_text(kind):
+            raise ConfigError(f"column '{column}' of {file.name} is {kind}, not text; {source.fix}")
     return [
         (Slice(index, group, group + 1), metadata.row_group(group).total_byte_size)
         for group in range(metadata.num_row_groups)
     ]
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a parquet column of this type holds text, bytes or nothing but nulls."""
     if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
+        return is_text(kind.value_type)
     return any(
         test(kind)
         for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary,
@@ -199,10 +222,13 @@ def _is_text(kind: pa.DataType) -> bool:
     )  # fmt: skip
 
 
-def missing_column(name: str, column: str, present: Sequence[str]) -> ConfigError:
-    """The error for a file without the text column; it lists the columns that are there."""
-    listed = ", ".join(present) or "none"
-    return ConfigError(f"{name} has no column '{column}' (columns: {listed}); set prepare.text_column")
+def check_columns(file: SourceFile, source: FileSource, present: Sequence[str]) -> None:
+    """Raise ConfigError for a file without a column that its source needs; it lists the columns that are there."""
+    for alternatives in source.columns:
+        if not any(column in present for column in alternatives):
+            wanted = " or ".join(f"'{column}'" for column in alternatives)
+            listed = ", ".join(present) or "none"
+            raise ConfigError(f"{file.name} has no column {wanted} (columns: {listed}); {source.fix}")
 
 
 def _line(error: Exception) -> str:

@@ -27,6 +27,7 @@ from lt2_platform.storage import Storage
 WINDOW_BLOCKS = 64  # sequences are shuffled among 64 blocks of 64, which themselves come from anywhere in the corpus
 CACHE_BYTES = 512 * 2**20
 OPEN_FILES = 128
+_DTYPES = {"tokens": np.int64, "doc_ids": np.int32, "loss_mask": np.bool_}
 
 
 def order(seed: int, epoch: int, n: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -110,6 +111,7 @@ class PackedDataset:
         self.paths: list[str] = [file["path"] for file in files]
         self.n_sequences: int = self.manifest["splits"][split]["sequences"]
         self.uri = self.storage.root
+        self.columns = ("tokens", "doc_ids", *(["loss_mask"] if self.manifest.get("loss_mask") else []))
         self.vocab_size: int = self.manifest["tokenizer"]["vocab_size"]
         self.seq_len: int = self.manifest["seq_len"]
         self._firsts = np.cumsum([0, *(file["sequences"] for file in files)])
@@ -121,7 +123,8 @@ class PackedDataset:
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Sequences by number: tokens int64 and doc_ids int32, both (B, seq_len + 1), and ids int64 (B,).
 
-        doc_ids counts documents within a row from 0; -1 marks padding (validation's last row only).
+        doc_ids counts documents within a row from 0; -1 marks padding (validation's last row only). Where a source
+        excludes tokens from the loss, loss_mask bool (B, seq_len + 1) is true on those that are learned.
         """
         ids = np.asarray(indices, dtype=np.int64)
         outside = ids[(ids < 0) | (ids >= self.n_sequences)]
@@ -130,13 +133,12 @@ class PackedDataset:
         files = np.searchsorted(self._firsts, ids, side="right") - 1
         rows = ids - self._firsts[files]
         width = self.seq_len + 1
-        tokens = np.empty((len(ids), width), dtype=np.int64)
-        doc_ids = np.empty((len(ids), width), dtype=np.int32)
+        found = {name: np.empty((len(ids), width), dtype=_DTYPES[name]) for name in self.columns}
         for place, (file, row) in enumerate(zip(files.tolist(), rows.tolist(), strict=True)):
             group = self._group(file, row // ROW_GROUP)
-            tokens[place] = group["tokens"][row % ROW_GROUP]
-            doc_ids[place] = group["doc_ids"][row % ROW_GROUP]
-        return {"tokens": tokens, "doc_ids": doc_ids, "ids": ids}
+            for name, values in group.items():
+                found[name][place] = values[row % ROW_GROUP]
+        return {**found, "ids": ids}
 
     def batches(
         self,
@@ -172,13 +174,13 @@ class PackedDataset:
             self._groups.move_to_end(key)
             return self._groups[key]
         try:
-            table = self._parquet(file).read_row_group(group, columns=["tokens", "doc_ids"])
+            table = self._parquet(file).read_row_group(group, columns=list(self.columns))
         except (OSError, pa.ArrowException) as error:
             raise self._damaged(file, " ".join(str(error).split())) from error
         width = self.seq_len + 1
         self._groups[key] = {
-            name: np.asarray(table[name].combine_chunks().flatten(), dtype=np.int32).reshape(-1, width)
-            for name in ("tokens", "doc_ids")
+            name: table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
+            for name in self.columns
         }
         if len(self._groups) > self._max_groups:
             self._groups.popitem(last=False)

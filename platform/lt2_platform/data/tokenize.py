@@ -1,6 +1,7 @@
 """Three tokenizers behind one small interface: bytes, a Hugging Face tokenizer.json, Llama-3's tiktoken ranks.
 
 Text is always ordinary text: `<|end_of_text|>` inside a document is encoded as those characters, never as the special.
+Only the markers of a chat template ask for specials, by `special_id`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, (n,) uint32, without BOS or EOS."""
+        ...
+
+    def special_id(self, name: str) -> int | None:
+        """The id of the special token spelled `name`, if there is one."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -113,6 +118,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
+    def special_id(self, name: str) -> int | None:
+        return None
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
@@ -130,6 +138,7 @@ class Llama3Tokenizer:
         self.vocab_size = LLAMA3_RANKS + len(specials)
         self.bos_id, self.eos_id = specials["<|begin_of_text|>"], specials["<|end_of_text|>"]
         self.pad_id = self.eos_id
+        self._specials = specials
         self._encoding = tiktoken.Encoding(
             name,
             pat_str=LLAMA3_PATTERN,
@@ -148,6 +157,9 @@ class Llama3Tokenizer:
             # The regex engine's stack is too small for a run of a million spaces; Meta's code splits such runs.
             parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in _LONG_RUN.findall(text)]
             return np.concatenate(parts)
+
+    def special_id(self, name: str) -> int | None:
+        return self._specials.get(name)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([i for i in ids if i < LLAMA3_RANKS])
@@ -188,6 +200,8 @@ class HubTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._specials = {token.content: index for index, token in added.items() if token.special}
         self.name = name
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -208,6 +222,9 @@ class HubTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def special_id(self, name: str) -> int | None:
+        return self._specials.get(name)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -20,9 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
-from lt2_platform.data.pack import document_hash, join_documents, pack
-from lt2_platform.data.readers import Fault, read_rows, rows_before
-from lt2_platform.data.sources import Slice, SourceFile
+from lt2_platform.data.documents import Document, Fault, Piece, text_of
+from lt2_platform.data.pack import IGNORED, document_hash, frame, join_framed, learned, pack, split_framed
+from lt2_platform.data.readers import LEFT_OUT, read_rows, rows_before
+from lt2_platform.data.source_configs import FileSource
+from lt2_platform.data.sources import Slice, SourceFile, plan_units
 from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
 from lt2_platform.storage import Storage
 
@@ -30,19 +32,27 @@ SPLITS = ("train", "validation")
 ROW_GROUP = 64  # sequences read together; stream.py shuffles in the same blocks
 BATCH_CHARACTERS = 2**20
 
+_Placed = tuple[SourceFile, Slice, int, Document]
+"""A document and where it comes from: file, slice, row within the slice."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """What every task of one prepare run needs to know. `staging` is a folder under `out`; `width` is seq_len + 1."""
+    """What every task of one prepare run needs to know. `staging` is a folder under `out`; `width` is seq_len + 1.
+
+    `masked`: shards get a column that says which tokens are learned.
+    """
 
     out: str
     staging: str
     tokenizer: str
-    text_column: str
+    sources: tuple[FileSource, ...]
     seed: int
     threshold: int
     width: int
     shard_sequences: int
+    max_document_tokens: int | None = None
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,10 +82,37 @@ class _Tally:
     tokens: Counter[str] = field(default_factory=Counter)
     documents: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    documents_split: int = 0
     parts: list[dict[str, int]] = field(default_factory=list)
     first_fault: dict[str, Any] | None = None
     lowest: int | None = None
     highest: int | None = None
+
+
+def plan(files: Sequence[SourceFile], parts: Sequence[FileSource], limit: int | None) -> list[Unit]:
+    """The units of all files, as far as they hold the first `limit` documents."""
+    planned = plan_units(files, parts)
+    work = [Unit(index, tuple((files[part.file], part) for part in unit)) for index, unit in enumerate(planned)]
+    if limit is None:
+        return work
+    kept, remaining = [], limit
+    for unit in work:
+        if not remaining:
+            break
+        kept.append(Unit(unit.index, unit.parts, remaining))
+        remaining -= _count_documents(kept[-1], parts)
+    return kept
+
+
+def _count_documents(unit: Unit, parts: Sequence[FileSource]) -> int:
+    """Usable documents of a unit, counted up to its limit by reading only."""
+    found = 0
+    for file, part in unit.parts:
+        for row in read_rows(file, part, parts[file.source]):
+            found += row.text is not None and not isinstance(row.text, Fault)
+            if found == unit.limit:
+                return found
+    return found
 
 
 def staged(job: Job, unit: int, kind: str) -> str:
@@ -108,32 +145,52 @@ def _tokenize(unit: Unit, job: Job, outputs: dict[str, IO[bytes]], bad: IO[bytes
     tokenizer = load_tokenizer(job.tokenizer)
     tally = _Tally()
     for batch in _batches(_documents(unit, job, tally, bad)):
-        encoded = tokenizer.encode_batch([text for _, _, _, text in batch])
+        encoded = encode_documents(tokenizer, [document for _, _, _, document in batch])
         sides: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        for (file, part, row, text), ids in zip(batch, encoded, strict=True):
-            _refuse_if_too_long(len(ids), tokenizer, job, file, part, row)
-            value = document_hash(text.encode(), job.seed)
+        for (file, part, row, document), ids in zip(batch, encoded, strict=True):
+            framed = frame(ids, tokenizer.bos_id, tokenizer.eos_id)
+            pieces = split_framed(framed, job.max_document_tokens, tokenizer.bos_id)
+            _refuse_if_too_long(len(pieces[0]), job, file, part, row)
+            tally.documents_split += len(pieces) > 1
+            value = document_hash(text_of(document).encode(), job.seed)
             tally.lowest = value if tally.lowest is None else min(tally.lowest, value)
             tally.highest = value if tally.highest is None else max(tally.highest, value)
-            sides["validation" if value < job.threshold else "train"].append(ids)
+            sides["validation" if value < job.threshold else "train"] += pieces
         for split, documents in sides.items():
-            stream = join_documents(documents, tokenizer.bos_id, tokenizer.eos_id)
+            stream = join_framed(documents)
             outputs[split].write(stream.tobytes())
             tally.tokens[split] += len(stream)
             tally.documents[split] += len(documents)
     return tally
 
 
-def _documents(unit: Unit, job: Job, tally: _Tally, bad: IO[bytes]) -> Iterator[tuple[SourceFile, Slice, int, str]]:
+def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
+    """Token ids of each document, uint32, without BOS and EOS; those that are not learned have the IGNORED bit."""
+    pieces = [(Piece(one),) if isinstance(one, str) else one for one in documents]
+    specials = [[tokenizer.special_id(piece.text) if piece.special else None for piece in one] for one in pieces]
+    ordinary = [piece.text for one, ids in zip(pieces, specials) for piece, id_ in zip(one, ids) if id_ is None]
+    encoded = iter(tokenizer.encode_batch(ordinary))
+    found = []
+    for one, ids in zip(pieces, specials, strict=True):
+        arrays = [next(encoded) if id_ is None else np.array([id_], dtype=np.uint32) for id_ in ids]
+        arrays = [array if piece.learned else array | IGNORED for piece, array in zip(one, arrays, strict=True)]
+        found.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+    return found
+
+
+def _documents(unit: Unit, job: Job, tally: _Tally, bad: IO[bytes]) -> Iterator[_Placed]:
     remaining = unit.limit
     for index, (file, part) in enumerate(unit.parts):
-        counts = {"rows": 0, "documents": 0}
+        counts = {"rows": 0, "documents": 0, "left_out": 0}
         tally.parts.append(counts)
-        for row, text in read_rows(file, part, job.text_column):
+        for row, text in read_rows(file, part, job.sources[file.source]):
             if remaining == 0:
                 return
             counts["rows"] = row + 1
             if text is None:
+                continue
+            if text is LEFT_OUT:
+                counts["left_out"] += 1
                 continue
             if isinstance(text, Fault):
                 fault = {"source": file.name, "part": index, "row": row, "reason": text.reason, "sample": text.sample}
@@ -146,11 +203,11 @@ def _documents(unit: Unit, job: Job, tally: _Tally, bad: IO[bytes]) -> Iterator[
             yield file, part, row, text
 
 
-def _batches(documents: Iterator[tuple[SourceFile, Slice, int, str]]) -> Iterator[list]:
+def _batches(documents: Iterator[_Placed]) -> Iterator[list[_Placed]]:
     batch, size = [], 0
     for document in documents:
         batch.append(document)
-        size += len(document[3])
+        size += len(text_of(document[3]))
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -158,8 +215,7 @@ def _batches(documents: Iterator[tuple[SourceFile, Slice, int, str]]) -> Iterato
         yield batch
 
 
-def _refuse_if_too_long(length: int, tokenizer: Tokenizer, job: Job, file: SourceFile, part: Slice, row: int) -> None:
-    length += 1 if tokenizer.bos_id is None else 2
+def _refuse_if_too_long(length: int, job: Job, file: SourceFile, part: Slice, row: int) -> None:
     capacity = job.shard_sequences * job.width
     if length <= capacity:
         return
@@ -177,7 +233,10 @@ def write_shard(shard: Shard, job: Job) -> tuple[dict[str, Any], np.ndarray]:
     storage = Storage(job.out)
     stream = np.concatenate([_staged_tokens(storage, job, shard.split, *span) for span in shard.spans])
     tokens, doc_ids = pack(stream, job.width, tokenizer.pad_id)
-    content = _parquet(np.arange(shard.first, shard.first + len(tokens)), tokens, doc_ids)
+    columns = {"tokens": tokens, "doc_ids": doc_ids}
+    if job.masked:
+        columns["loss_mask"] = learned(stream, job.width)
+    content = _parquet(np.arange(shard.first, shard.first + len(tokens)), columns)
     path = f"{shard.split}/part-{shard.index:05d}.parquet"
     storage.write_bytes(path, content)
     counts = np.bincount(tokens[doc_ids >= 0], minlength=tokenizer.vocab_size)
@@ -190,10 +249,14 @@ def _staged_tokens(storage: Storage, job: Job, split: str, unit: int, first: int
         return np.frombuffer(file.read_at((last - first) * 4, first * 4), dtype=np.uint32)
 
 
-def _parquet(sequence_ids: np.ndarray, tokens: np.ndarray, doc_ids: np.ndarray) -> bytes:
-    width = tokens.shape[1]
-    rows = [pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), width) for values in (tokens, doc_ids)]
-    table = pa.table({"sequence_id": pa.array(sequence_ids, pa.int64()), "tokens": rows[0], "doc_ids": rows[1]})
+def _parquet(sequence_ids: np.ndarray, columns: dict[str, np.ndarray]) -> bytes:
+    table = pa.table(
+        {"sequence_id": pa.array(sequence_ids, pa.int64())}
+        | {
+            name: pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+            for name, values in columns.items()
+        }
+    )
     buffer = io.BytesIO()
     pq.write_table(
         table,

@@ -232,3 +232,14 @@ def test_runs_inside_a_step_of_a_job(prepared, corpus, tmp_path):
     config = PrepareConfig(source=str(corpus[0]), **CONFIG)
     ray.get(ray.remote(num_cpus=0)(prepare).remote(config, str(tmp_path / "out")), timeout=120)
     assert content(tmp_path / "out") == content(prepared[0])
+
+
+def test_a_mixture_does_not_depend_on_the_spread(three, tmp_path, local_ray, monkeypatch):
+    three["source"]["stopping_strategy"] = "all_exhausted"
+    config = PrepareConfig.model_validate(three)
+    first = prepare(config, str(tmp_path / "one"), parallelism=1)
+    monkeypatch.setattr(sources, "UNIT_BYTES", PIECE_BYTES)
+    second = prepare(config, str(tmp_path / "two"), parallelism=2)
+    assert first == second
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert [one["epochs"] > 1 for one in first["mixture"]] == [False, True, True]

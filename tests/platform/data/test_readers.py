@@ -12,16 +12,19 @@ import zstandard
 
 from lt2.config import ConfigError
 from lt2_platform.data import readers
-from lt2_platform.data.readers import Fault, lines, peek_columns, pieces, read_rows, rows_before
+from lt2_platform.data.documents import Fault
+from lt2_platform.data.readers import lines, peek_columns, pieces, read_rows, rows_before
+from lt2_platform.data.source_configs import PlainSource
 from lt2_platform.data.sources import PIECE_BYTES, Slice, find_files
 from tests.platform.data.corpora import expected_pieces
 
 WHOLE = Slice(0, 0, None)
+TEXT = PlainSource(path="")
 
 
-def rows_of(path, part=WHOLE, column="text"):
+def rows_of(path, part=WHOLE):
     (file,) = find_files(str(path))
-    return list(read_rows(file, part, column))
+    return list(read_rows(file, part, TEXT))
 
 
 def test_every_format_gives_its_documents(corpus):
@@ -131,8 +134,8 @@ def test_rows_before(corpus):
     (jsonl,) = find_files(str(folder / "a.jsonl"))
     (book,) = find_files(str(folder / "e.txt"))
     for file, cut in ((jsonl, 10_000), (book, 2 * PIECE_BYTES)):
-        whole = list(read_rows(file, WHOLE, "text"))
-        after = list(read_rows(file, Slice(0, cut, None), "text"))
+        whole = list(read_rows(file, WHOLE, TEXT))
+        after = list(read_rows(file, Slice(0, cut, None), TEXT))
         assert rows_before(file, Slice(0, cut, None)) == len(whole) - len(after) > 0
 
 

@@ -9,8 +9,11 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.data import sources
+from lt2_platform.data.source_configs import PlainSource
 from lt2_platform.data.sources import PIECE_BYTES, Slice, find_files, plan_units
 from lt2_platform.storage import Storage
+
+TEXT = [PlainSource(path="")]
 
 
 def names(found):
@@ -109,9 +112,9 @@ def test_missing_bucket(s3_root):
 def test_units_cover_every_file_once_in_order(corpus, monkeypatch):
     folder, _ = corpus
     found = find_files(str(folder))
-    assert len(plan_units(found, "text")) == 1
+    assert len(plan_units(found, TEXT)) == 1
     monkeypatch.setattr(sources, "UNIT_BYTES", PIECE_BYTES)
-    units = plan_units(found, "text")
+    units = plan_units(found, TEXT)
     assert len(units) > 2
     parts = [part for unit in units for part in unit]
     assert [part.file for part in parts] == sorted(part.file for part in parts)
@@ -129,8 +132,8 @@ def test_parquet_column_errors(tmp_path):
     (tmp_path / "y.parquet").write_bytes(b"PAR1 not really")
     good, bad = find_files(str(tmp_path))
     with pytest.raises(ConfigError, match=r"x\.parquet has no column 'text' \(columns: id, content, n\); set"):
-        plan_units([good], "text")
+        plan_units([good], TEXT)
     with pytest.raises(ConfigError, match=r"column 'n' of .*x\.parquet is double, not text; set prepare\.text_column"):
-        plan_units([good], "n")
+        plan_units([good], [PlainSource(path="", text_column="n")])
     with pytest.raises(ConfigError, match=r"y\.parquet is not a (readable )?parquet file \(.*\); replace or remove it"):
-        plan_units([bad], "text")
+        plan_units([bad], TEXT)
