@@ -52,8 +52,11 @@ INFRASTRUCTURE_ERRORS = {
 }  # fmt: skip
 
 
-class Interrupted(BaseException):
-    """SIGTERM or SIGINT arrived: stop, release the lease, leave the rest for the next run."""
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGINT arrived: stop, release the lease, leave the rest for the next run.
+
+    A KeyboardInterrupt because of Ray: when a signal arrives during ray.get, it passes on that one alone, as a new one.
+    """
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,8 @@ def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
     config = context.step.config
     try:
         return DONE, None, STEP_TYPES[config.type].run(config, context)
-    except Interrupted as stop:
-        return INTERRUPTED, str(stop), {}
+    except KeyboardInterrupt as stop:
+        return INTERRUPTED, str(stop) or "stopped by a signal", {}
     except Exception as failure:
         # The boundary of user code: whatever it raises is recorded, and decides only this step's fate.
         traceback.print_exc()
@@ -207,6 +210,10 @@ def _end_process(reason: str) -> None:
 
 
 def _interrupt(signum: int, frame: Any) -> None:
+    # Once is enough: a cancelled job's processes are signalled by Ray and by our driver, and the second signal would
+    # interrupt the orderly end.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise Interrupted(f"stopped by {signal.Signals(signum).name}")
 
 
@@ -236,7 +243,7 @@ def main() -> int:
             load_source(job["record"]["recipe_file"])
         workflow = workflow_from_record(job["record"], source="recipe")
         return run_attempt(Storage(job["storage"]), workflow, job["step"], job["attempt"], job["ttl_s"], emit)
-    except Interrupted:
+    except KeyboardInterrupt:
         return INTERRUPTED
 
 

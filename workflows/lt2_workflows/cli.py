@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows import evaluate_commands, model_commands
+from lt2_workflows import evaluate_commands, model_commands, remote_commands
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -49,6 +49,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 app.add_typer(evaluate_commands.pack_app, name="pack")
 app.command("eval")(evaluate_commands.evaluate)
 app.command("compare")(evaluate_commands.compare)
+for remote in (remote_commands.submit, remote_commands.resume, remote_commands.logs, remote_commands.cancel):
+    app.command()(remote)
 
 
 class Terminated(KeyboardInterrupt):

@@ -40,23 +40,29 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
     import ray
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    on_terminate = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        _temp_dir=str(folder),
-    )
-    if in_main_thread:
-        signal.signal(signal.SIGTERM, on_terminate)  # ray.init put its own in place
+    with _our_sigterm():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _temp_dir=str(folder),
+        )
     try:
         yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _our_sigterm() -> Iterator[None]:
+    """Keep our handler: ray.init puts one in place that ends the process with its leases unreleased."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _sweep() -> None:
@@ -72,7 +78,8 @@ def join_ray() -> Mapping[str, float]:
     import ray
 
     if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=True, include_dashboard=False)
+        with _our_sigterm():
+            ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=True, include_dashboard=False)
     return ray.cluster_resources()
 
 

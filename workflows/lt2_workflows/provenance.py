@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import subprocess
 from functools import cache
@@ -22,18 +23,18 @@ PACKAGES = (
     "flash-linear-attention",
 )
 
+SNAPSHOT = "snapshot.json"
+"""Beside this file in the code shipped with a job: {"git", "dirty"} of the checkout it was taken from."""
+
 
 @cache
 def provenance() -> dict[str, Any]:
     """{"git": sha or None, "dirty": hash of uncommitted changes or None, "python", "packages": {name: version}}.
 
-    Git describes the checkout that this package is imported from; an installed wheel has none.
+    Git describes the checkout that this package is imported from, or the snapshot was; an installed wheel has none.
     """
-    sha = _git("rev-parse", "HEAD")
-    changes = _git("diff", "HEAD") if sha else None
     return {
-        "git": sha,
-        "dirty": hashlib.sha256(changes.encode()).hexdigest()[:12] if changes else None,
+        **_checkout(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
@@ -51,6 +52,15 @@ def drift(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if old != new:
             changes.append(f"{name} {old} -> {new}")
     return changes
+
+
+def _checkout() -> dict[str, str | None]:
+    snapshot = Path(__file__).with_name(SNAPSHOT)
+    if snapshot.is_file():
+        return json.loads(snapshot.read_text())
+    sha = _git("rev-parse", "HEAD")
+    changes = _git("diff", "HEAD") if sha else None
+    return {"git": sha, "dirty": hashlib.sha256(changes.encode()).hexdigest()[:12] if changes else None}
 
 
 def _code(record: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@
     steps/<name>-<fp8>/done.json                  created exclusively when an attempt succeeds; holds its result
     steps/<name>-<fp8>/out/                       what it made
     workflows/<id>/dag.json                       the resolved recipe, which can be replayed
+    workflows/<id>/recipe.py                      the recipe's file, if it is not a shipped one
     workflows/<id>/events/<driver>.jsonl          what each driver saw happen
 
 To hold attempt n is to have created its lease.json. S3 has no reliable compare-and-swap, so a lease is never
@@ -46,6 +47,8 @@ def write_workflow(storage: Storage, workflow: Workflow) -> None:
     ids = {name: step.id for name, step in workflow.steps.items()}
     record = workflow.record() | {"id": workflow.id, "name": workflow.name, "ids": ids}
     storage.create_exclusive(f"workflows/{workflow.id}/dag.json", json_bytes(record))
+    if workflow.recipe_file:
+        storage.create_exclusive(f"workflows/{workflow.id}/recipe.py", Path(workflow.recipe_file).read_bytes())
     for step in workflow.steps.values():
         identities = {need: workflow.steps[need].fingerprint for need in step.needs}
         spec = {

@@ -1,0 +1,47 @@
+"""A recipe file for jobs on a cluster: its step runs a Ray task and says which code ran where."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import ray
+
+import lt2_workflows
+from lt2_workflows.graph import StepConfig, Workflow, step_type
+from lt2_workflows.local_ray import join_ray
+
+
+class RemoteStep(StepConfig):
+    uses_ray = True
+    type: Literal["remote"] = "remote"
+    trace: str = ""
+    pause_s: float = 0.0
+    code: int | None = None
+
+
+@ray.remote(num_cpus=0.5)
+def work(trace: str, pause_s: float) -> str:
+    Path(trace, "worker").write_text(str(os.getpid()))
+    deadline = time.monotonic() + pause_s
+    while time.monotonic() < deadline and not Path(trace, "go").exists():
+        time.sleep(0.05)
+    import lt2_workflows
+
+    return lt2_workflows.__file__
+
+
+@step_type(RemoteStep)
+def remote(config: RemoteStep, context) -> dict[str, str]:
+    join_ray()
+    Path(config.trace, "attempt").write_text(str(os.getpid()))
+    worker = ray.get(work.remote(config.trace, config.pause_s))
+    if config.code is not None:
+        raise ValueError(f"asked to fail with {config.code}")
+    return {"attempt": lt2_workflows.__file__, "worker": worker}
+
+
+def one() -> Workflow:
+    return Workflow("one", {"only": RemoteStep()})

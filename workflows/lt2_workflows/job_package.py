@@ -1,0 +1,111 @@
+"""What travels with a submitted job: a snapshot of the code, the resolved recipe, and the user's files it names.
+
+The only place that builds a `runtime_env`. Secrets are not part of it: the job gets them from its node's environment or
+IAM role, and `refuse_secrets` stops a recipe that carries one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_workflows.graph import Workflow
+from lt2_workflows.provenance import SNAPSHOT, provenance
+from lt2_workflows.records import json_bytes
+
+PACKAGES = ("lt2", "lt2_platform", "lt2_workflows", "lt2_dashboards")
+RECORD = "workflow.json"
+# How long a cancelled job may take to save its records before Ray kills it; the executor itself allows 20 s.
+STOP_WAIT_S = 30
+SECRET_NAME = re.compile(
+    r"(SECRET|TOKEN(?!IZ)|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)", re.IGNORECASE
+)
+
+
+def pack(workflow: Workflow, folder: Path) -> dict[str, Any]:
+    """Fill `folder` (empty, must live until the upload) and return the runtime_env that ships it.
+
+    The packages go as py_modules, so that workers import this snapshot and not what happens to be installed or checked
+    out where they run. The working directory holds RECORD, the recipe file and every `source` file of a config.
+    """
+    code, work = folder / "code", folder / "work"
+    for name in PACKAGES:
+        shutil.copytree(_package_folder(name), code / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", ".*"))
+    made_by = {key: provenance()[key] for key in ("git", "dirty")}
+    (code / "lt2_workflows" / SNAPSHOT).write_bytes(json_bytes(made_by))
+    work.mkdir()
+    record = _ship_files(workflow.record(), work)
+    if record["recipe_file"]:
+        record["recipe_file"] = _copy(Path(record["recipe_file"]), work, Path("recipes"))
+    (work / RECORD).write_bytes(json_bytes(record))
+    refuse_secrets({str(path.relative_to(work)): path.read_text() for path in work.rglob("*") if path.is_file()})
+    return {
+        "working_dir": str(work),
+        "py_modules": [str(code / name) for name in PACKAGES],
+        # Nothing is imported from the directory a process happens to start in.
+        "env_vars": {"PYTHONSAFEPATH": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
+    }
+
+
+def refuse_secrets(texts: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError when a text holds the value of a variable of `environment` that is named like a secret."""
+    for variable, value in environment.items():
+        if len(value) < 8 or not SECRET_NAME.search(variable) or variable.endswith("_PATH"):
+            continue
+        for name, text in texts.items():
+            if value in text:
+                raise ConfigError(
+                    f"{name} contains the value of ${variable}, which would be stored with the job; "
+                    "set it in the environment of the cluster's nodes instead"
+                )
+
+
+def _package_folder(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _ship_files(value: Any, work: Path) -> Any:
+    """A copy of the record in which every existing `source` file in Python is shipped and named by its place there."""
+    if isinstance(value, dict):
+        return {
+            key: _ship_source(item, work) if key == "source" and _is_python_file(item) else _ship_files(item, work)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_ship_files(item, work) for item in value]
+    return value
+
+
+def _is_python_file(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith(".py") and Path(value).expanduser().is_file()
+
+
+def _ship_source(source: str, work: Path) -> str:
+    # A relative path keeps its name, since a step's identity contains it.
+    path = Path(source)
+    inside = not path.is_absolute() and ".." not in path.parts and not source.startswith("~")
+    if not inside:
+        text = path.expanduser().read_bytes()
+        return _copy(path.expanduser(), work, Path("files") / hashlib.sha256(text).hexdigest()[:8])
+    return _copy(path, work, path.parent)
+
+
+def _copy(path: Path, work: Path, parent: Path) -> str:
+    # Ray puts the working directory on sys.path: a stat.py in it would keep every worker from starting.
+    if parent == Path() and (path.stem in sys.stdlib_module_names or importlib.util.find_spec(path.stem)):
+        raise ConfigError(f"{path} hides the module {path.stem!r} on the cluster; rename it or put it in a folder")
+    target = work / parent / path.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, target)
+    return str(parent / path.name)

@@ -1,0 +1,129 @@
+"""Commands about workflows that run as jobs on a Ray cluster: submit, resume, logs, cancel."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+    from lt2_workflows.graph import Workflow
+
+AddressOption = Annotated[
+    str,
+    typer.Option("--address", envvar="RAY_API_SERVER_ADDRESS", help="The dashboard of the cluster: http://head:8265."),
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option("--storage", metavar="ROOT", help="s3://bucket/prefix, or a folder all nodes share. [$LT2_STORAGE]"),
+]
+PythonOption = Annotated[
+    str, typer.Option("--python", help="The interpreter on the cluster, absolute. [default: the path of this one]")
+]
+NoFollowOption = Annotated[bool, typer.Option("--no-follow", help="Print the job's id and return.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a workflow's id or name: its newest.")]
+
+
+def submit(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="As for `lt2 run`.")],
+    address: AddressOption,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for `lt2 run`.")] = None,
+    storage: StorageOption = None,
+    python: PythonOption = sys.executable,
+    no_follow: NoFollowOption = False,
+) -> None:
+    """Run a recipe as a job on a Ray cluster, with a snapshot of this code; its log is shown, its exit code returned.
+
+    The job does not need this terminal: Ctrl-C or a closed lid leaves it running.
+    """
+    from lt2_workflows.loading import load_workflow
+
+    _submit(load_workflow(recipe, set_ or []), address, _shared_root(storage), python, no_follow)
+
+
+def resume(
+    workflow: Annotated[str, typer.Argument(help="A workflow's id or name, as `lt2 status` shows it.")],
+    address: AddressOption,
+    storage: StorageOption = None,
+    python: PythonOption = sys.executable,
+    no_follow: NoFollowOption = False,
+) -> None:
+    """Submit a recorded workflow again, on this cluster or another: what is finished is skipped."""
+    from lt2.config import ConfigError
+    from lt2_platform.storage import Storage
+    from lt2_workflows.loading import load_workflow
+    from lt2_workflows.records import list_workflows
+
+    store = Storage(_shared_root(storage))
+    found = [item["id"] for item in list_workflows(store, workflow)]
+    if len(found) > 1:
+        raise ConfigError(f"{workflow!r} has several workflows, name one: {', '.join(found)}")
+    folder = f"workflows/{found[0]}"
+    with tempfile.TemporaryDirectory(prefix="lt2-resume-") as place:
+        record = store.read_json(f"{folder}/dag.json")
+        if record["recipe_file"]:
+            recipe_file = Path(place, "recipe.py")
+            recipe_file.write_bytes(store.read_bytes(f"{folder}/recipe.py"))
+            record["recipe_file"] = str(recipe_file)
+        Storage(place).write_json("dag.json", record)
+        loaded = load_workflow(str(Path(place, "dag.json")))
+        _submit(loaded, address, store.root, python, no_follow)
+
+
+def logs(job: JobArgument, address: AddressOption) -> None:
+    """Show a job's log until it ends; the exit code is the job's."""
+    from lt2_workflows.submit import connect, find_job
+
+    client = connect(address)
+    _follow(client, find_job(client, job), address)
+
+
+def cancel(job: JobArgument, address: AddressOption) -> None:
+    """Stop a job: its workers end and its steps' leases are released, so that `lt2 resume` continues at once."""
+    from lt2_workflows import submit as jobs
+
+    client = jobs.connect(address)
+    found = jobs.find_job(client, job)
+    typer.echo(f"{found} cancelled" if jobs.cancel(client, found) else f"{found} had ended before")
+
+
+def _submit(workflow: Workflow, address: str, root: str, python: str, no_follow: bool) -> None:
+    from lt2_workflows import submit as jobs
+
+    client = jobs.connect(address)
+    job = jobs.submit(client, workflow, root, python)
+    if no_follow:
+        typer.echo(job)
+        return
+    typer.echo(f"{job} on {address}, results in {root}", err=True)
+    _follow(client, job, address)
+
+
+def _follow(client: JobSubmissionClient, job: str, address: str) -> None:
+    from lt2_workflows.submit import follow
+
+    def write(text: str) -> None:
+        typer.echo(text, nl=False)
+
+    try:
+        code = follow(client, job, write)
+    except KeyboardInterrupt:
+        typer.echo(f"lt2: {job} goes on; lt2 logs|cancel {job} --address {address}", err=True)
+        raise typer.Exit(130) from None
+    raise typer.Exit(code)
+
+
+def _shared_root(root: str | None) -> str:
+    from lt2.config import ConfigError
+    from lt2_platform.storage import absolute
+
+    root = root or os.environ.get("LT2_STORAGE")
+    if not root:
+        raise ConfigError("a job needs a storage root that all nodes reach: --storage s3://bucket/prefix, or a folder")
+    return absolute(root)
