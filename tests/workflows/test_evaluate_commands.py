@@ -52,8 +52,8 @@ def test_mistakes_are_named(tmp_path):
         lt2("pack", "build", tmp_path / "pack")
     with pytest.raises(ConfigError, match="expected TASK=PATH"):
         lt2("pack", "build", tmp_path / "pack", "arc_easy")
-    with pytest.raises(ConfigError, match="neither a run .* nor a checkpoint"):
-        lt2("eval", "nowhere", "--pack", tmp_path, "--storage", root)
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        lt2("eval", "./nowhere", "--pack", tmp_path, "--storage", root)
     save(root / "steps" / "one-12345678" / "out", model())
     with pytest.raises(ConfigError, match="unknown suite 'cor'"):
         lt2("eval", "one-12345678", "--pack", tmp_path, "--suite", "cor", "--storage", root)

@@ -184,16 +184,17 @@ def harness_config(suite: str, **fields: Any) -> HarnessConfig:
 
 def located(root: Storage, name: str) -> tuple[str, str]:
     """(where the model is, name of its run in the results store)."""
-    if "/" not in name and root.exists(f"steps/{name}/out"):
-        return root.join("steps", name, "out"), name
-    if "://" in name:
-        return name, "eval-" + hashlib.sha256(name.encode()).hexdigest()[:8]
-    place = Path(name).expanduser().resolve()
-    if not place.exists():
-        raise config_error(
-            f"{name} is neither a run under {root.root} nor a checkpoint or model folder; see `lt2 status`"
-        )
-    return str(place), f"eval-{place.stem}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
+    from lt2_workflows.model_commands import find_checkpoint
+
+    place = find_checkpoint(root, name)
+    if place != name:
+        return place, root.relative(place).split("/")[1]
+    if "://" not in name:
+        path = Path(name).expanduser().resolve()
+        if not path.exists():
+            raise config_error(f"{name} does not exist; give a checkpoint, a model folder, or a run (`lt2 status`)")
+        place = str(path)
+    return place, f"eval-{Path(place).stem}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def evaluation_folder(root: Storage, name: str) -> str:

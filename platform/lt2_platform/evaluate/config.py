@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
+from lt2.config import Config, Layout
 from lt2.extension import Extension
 
 
@@ -70,4 +71,35 @@ class HarnessConfig(TaskConfig):
     def _names_tasks(self) -> HarnessConfig:
         if (self.suite is None) == (not self.tasks):
             raise ValueError("give either a suite (core, recall, needles, ruler, reasoning) or tasks by name")
+        return self
+
+
+class StateRecallConfig(Config):
+    """The curriculum of state-based recall (paper, Sec. 5): which n = m a model learns. The defaults are the paper's.
+
+    A stage is passed when the accuracy over all asserts of `eval_examples` programs reaches `threshold` within
+    `max_steps`; weights and optimizer then go on to the next stage. The vocabulary is that of the largest stage.
+    """
+
+    layout: Layout
+    n_loops: int = Field(default=1, ge=1)
+    n_layers: int = Field(default=4, ge=1)
+    dim: int = Field(default=256, ge=1)
+    num_heads: int = Field(default=4, ge=1)
+    stages: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    threshold: float = Field(default=0.9, gt=0, le=1)
+    max_steps: int = Field(default=100_000, ge=1)
+    eval_every: int = Field(default=500, ge=1)
+    eval_examples: int = Field(default=256, ge=1)
+    batch_size: int = Field(default=32, ge=1)
+    lr: float = Field(default=3e-4, gt=0)
+    warmup_steps: int = Field(default=500, ge=0)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _stages_grow(self) -> StateRecallConfig:
+        if not self.stages or list(self.stages) != sorted(set(self.stages)) or self.stages[0] < 5:
+            raise ValueError(
+                f"stages {list(self.stages)} must grow, from at least 5 (five variables need five indices)"
+            )
         return self

@@ -1,0 +1,27 @@
+"""The state-recall step through its workflow record."""
+
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.loading import load_workflow, workflow_from_record
+from lt2_workflows.state_recall_step import run_state_recall
+
+
+def test_a_small_curriculum_and_what_it_stores(tmp_path):
+    layout = {"type": "uniform", "mixer": {"type": "full"}}
+    sizes = {"dim": 16, "n_layers": 1, "num_heads": 2, "stages": [5], "batch_size": 2, "eval_examples": 4}
+    record = {"type": "state_recall", "layout": layout, "max_steps": 4, "eval_every": 2, "warmup_steps": 0, **sizes}
+    workflow = workflow_from_record({"workflow": "w", "steps": {"small": record}}, source="test")
+    storage = Storage(str(tmp_path))
+    context = StepContext(storage, workflow, workflow.steps["small"], lambda values: None)
+    result = run_state_recall(context.step.config, context)
+    assert result["steps"] in (2, 4)
+    stored = {row["metric"]: row["value"] for row in ResultsStore(storage).results()}
+    assert stored["state_recall/state_recall/n_max"] == result["n_max"]
+    assert 0 <= stored["state_recall/state_recall_5/final"] <= 1
+
+
+def test_the_grid_covers_the_paper():
+    workflow = load_workflow("state_recall_grid")
+    assert len(workflow.steps) == 11 * 4
+    assert {step.config.n_loops for step in workflow.steps.values()} == {1, 2, 4, 8}

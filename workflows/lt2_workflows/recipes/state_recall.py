@@ -1,0 +1,62 @@
+"""State-based recall (paper, Sec. 5): how long a program each architecture learns, by loops."""
+
+from __future__ import annotations
+
+from lt2.config import HybridLayout, Layout, MixerConfig, UniformLayout
+from lt2.mixer_configs import (
+    DSAConfig,
+    FullConfig,
+    GatedDeltaNetConfig,
+    KimiDeltaConfig,
+    Mamba2Config,
+    NSAConfig,
+    WindowConfig,
+)
+from lt2_workflows.graph import Workflow
+from lt2_workflows.state_recall_step import StateRecallStep
+
+FULL, GDN = FullConfig(), GatedDeltaNetConfig(allow_neg_eigval=True)
+WINDOW = WindowConfig(window=64)
+NSA = NSAConfig(num_heads=4, num_kv_heads=1, block_size=16, num_blocks=8, window=64)
+
+
+def hybrid(attention: MixerConfig, mixer: MixerConfig) -> Layout:
+    """2 + 2 layers, interleaved."""
+    return HybridLayout(attention=attention, mixer=mixer, ratio="1:1")
+
+
+ARCHITECTURES: dict[str, Layout] = {
+    "full": UniformLayout(mixer=FULL),
+    "window": UniformLayout(mixer=WINDOW),
+    "nsa": UniformLayout(mixer=NSA),
+    "dsa": UniformLayout(mixer=DSAConfig(top_k=64)),
+    "gdn": UniformLayout(mixer=GDN),
+    "kda": UniformLayout(mixer=KimiDeltaConfig(allow_neg_eigval=True)),
+    "mamba2": UniformLayout(mixer=Mamba2Config()),
+    "full-window": hybrid(FULL, WINDOW),
+    "full-gdn": hybrid(FULL, GDN),
+    "gdn-window": hybrid(WINDOW, GDN),
+    "gdn-nsa": hybrid(NSA, GDN),
+}
+
+
+def state_recall() -> Workflow:
+    """State-based recall on two cores: full attention and Full + GDN, small, the first two stages."""
+    small = {"n_layers": 2, "dim": 64, "num_heads": 2, "n_loops": 2, "stages": (8, 16)}
+    quick = {"max_steps": 4000, "eval_every": 100, "eval_examples": 128, "lr": 2e-3, "warmup_steps": 100}
+    return Workflow(
+        "state_recall",
+        {name: StateRecallStep(layout=ARCHITECTURES[name], **small, **quick) for name in ("full", "full-gdn")},
+    )
+
+
+def state_recall_grid() -> Workflow:
+    """State-based recall as in the paper: eleven architectures at 1, 2, 4 and 8 loops."""
+    return Workflow(
+        "state_recall_grid",
+        {
+            f"{name}-t{n_loops}": StateRecallStep(layout=layout, n_loops=n_loops)
+            for name, layout in ARCHITECTURES.items()
+            for n_loops in (1, 2, 4, 8)
+        },
+    )

@@ -1,0 +1,45 @@
+"""The step type of one state-recall curriculum: an architecture at a depth."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from lt2_platform.evaluate.config import StateRecallConfig
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.graph import StepConfig, step_type
+
+
+class StateRecallStep(StepConfig, StateRecallConfig):
+    """See StateRecallConfig."""
+
+    produces: ClassVar[str] = "state_recall"
+    type: Literal["state_recall"] = "state_recall"
+
+    @property
+    def inner(self) -> StateRecallConfig:
+        return StateRecallConfig.model_validate({name: getattr(self, name) for name in StateRecallConfig.model_fields})
+
+
+def describe_state_recall(config: StateRecallStep, context: StepContext) -> str:
+    stages = ", ".join(map(str, config.stages))
+    return (
+        f"{config.layout.type} layout, {config.n_loops} loops, n in {stages}, at most {config.max_steps:,} steps each"
+    )
+
+
+@step_type(StateRecallStep, describe=describe_state_recall)
+def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str, Any]:
+    """Result: {"run", "n_max", "stage", "steps"}; every evaluation's accuracies go to the results store."""
+    from lt2_platform.evaluate.state_recall import run_curriculum
+    from lt2_platform.results import ResultsStore
+
+    found = run_curriculum(config.inner, out=context.out, progress=context.progress)
+    rows = [
+        {"task": f"state_recall_{entry['n']}", "metric": metric, "value": entry[metric], "step": entry["step"]}
+        for entry in found["history"]
+        for metric in ("all", "final", "moved")
+    ]
+    summary = {"task": "state_recall", "step": found["steps"]}
+    rows += [{**summary, "metric": name, "value": found[name]} for name in ("n_max", "stage")]
+    ResultsStore(context.storage).log_eval(context.run_id, "state_recall", rows)
+    return {"run": context.run_id, **{name: found[name] for name in ("n_max", "stage", "steps")}}
