@@ -255,8 +255,10 @@ def check_name(name: str, what: str) -> None:
 
 
 def _check_same_config(run_id: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Settings that the old record lacks do not count: a newer LT2 has more of them, at their defaults."""
     differs = differences({"old": old, "new": new})
-    changed = [f"{key} {differs['old'].get(key)!r} → {differs['new'].get(key)!r}" for key in differs["old"]]
+    known = flatten(old)
+    changed = [f"{k} {differs['old'].get(k)!r} → {differs['new'].get(k)!r}" for k in differs["old"] if k in known]
     if changed:
         raise ConfigError(f"run {run_id} exists with another config ({', '.join(changed[:4])}); use another run id")
 

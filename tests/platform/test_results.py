@@ -162,6 +162,13 @@ def test_another_config_under_the_same_run_is_refused(local):
     assert local.storage.read_json("runs/r/run.json")["git"] == "a"
 
 
+def test_a_setting_added_since_does_not_make_it_another_run(local):
+    local.create_run("r", {"config": {"train": {"lr": 0.1}}}).close()
+    local.create_run("r", {"config": {"train": {"lr": 0.1, "rollbacks": 2}}}).close()
+    with pytest.raises(ConfigError, match="another config"):
+        local.create_run("r", {"config": {"train": {"rollbacks": 2}}})
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", "../x", ".hidden", "a b", "x" * 129, "é", "a\n", "-rf", "a~b"])
 def test_names_that_are_no_file_names_are_refused(local, name):
     with pytest.raises(ConfigError, match="run id"):

@@ -11,7 +11,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lt2.config import ConfigError
+from pydantic import ValidationError
+
+from lt2.config import ConfigError, ModelConfig
+from lt2.train_config import TrainConfig
 from lt2_platform.data.stream import load_manifest
 from lt2_platform.results import check_name, differences
 from lt2_platform.storage import Storage, absolute
@@ -49,7 +52,7 @@ def open_run(
         "data": {"fingerprint": manifest.get("fingerprint"), "tokenizer": manifest["tokenizer"]["sha256"]},
     }
     if not storage.create_exclusive(CONFIG, json.dumps(record, indent=2).encode()):
-        changed = differences({"then": storage.read_json(CONFIG), "now": json.loads(json.dumps(record))})
+        changed = differences({"then": _as_of_now(storage.read_json(CONFIG)), "now": json.loads(json.dumps(record))})
         keys = ", ".join(f"{key} {changed['then'][key]!r} -> {changed['now'][key]!r}" for key in changed["now"])
         if keys:
             raise ConfigError(f"{out} holds a run with another config ({keys}); use another output folder")
@@ -77,3 +80,12 @@ def close_run(spec: WorkerSpec, result: dict[str, Any]) -> dict[str, Any]:
     found = result | {"checkpoint": checkpoint.resolve(spec.out)}
     Storage(spec.out).write_json(SUMMARY, found)
     return found
+
+
+def _as_of_now(record: dict[str, Any]) -> dict[str, Any]:
+    """A stored record with the defaults of fields added since: a newer LT2 still resumes an older run."""
+    try:
+        model, train = ModelConfig.model_validate(record["model"]), TrainConfig.model_validate(record["train"])
+    except ValidationError:  # a field that is gone: compare as it is, and name it
+        return record
+    return record | {"model": model.model_dump(mode="json"), "train": train.model_dump(mode="json")}

@@ -179,6 +179,16 @@ def test_another_config_in_the_same_folder_is_refused(undisturbed):
         open_run(undisturbed, pretrain_config(lr=2e-2))
 
 
+def test_a_run_of_before_a_setting_existed_is_resumed(tmp_path):
+    write_dataset(tmp_path / "data")
+    train_here(tmp_path)
+    file = tmp_path / "run/pretrain.json"
+    record = json.loads(file.read_text())
+    del record["train"]["keep_gathered"], record["model"]["max_seq_len"]
+    file.write_text(json.dumps(record))
+    assert open_run(tmp_path, pretrain_config()).out == str(tmp_path / "run")
+
+
 def test_a_loss_that_is_not_finite_saves_nothing_and_marks_the_run_failed(tmp_path):
     write_dataset(tmp_path / "data")
     spec = open_run(tmp_path, pretrain_config(lr=1e30, grad_clip=None, warmup_steps=0))
