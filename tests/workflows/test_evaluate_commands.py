@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate.paper import TASKS
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
@@ -61,3 +62,20 @@ def test_mistakes_are_named(tmp_path):
         lt2("eval", "one-12345678", "--pack", tmp_path, "--storage", root)
     with pytest.raises(ConfigError, match="no evaluation of 'one-12345678'"):
         lt2("compare", "one-12345678", "two-12345678", "--storage", root)
+
+
+def test_paper_table_shows_our_runs_beside_the_papers(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    rows = [{"task": task, "metric": metric, "value": 0.5} for task in TASKS for metric in ("acc", "acc_norm")]
+    rows += [{"task": "perplexity", "metric": "perplexity", "value": 12.5}]
+    store.log_eval("mine", "validation", rows)
+    store.log_eval("partial", "validation", [{"task": "piqa", "metric": "acc", "value": 0.7}])
+    lines = lt2("paper-table", "--storage", tmp_path, "--format", "csv").splitlines()
+    assert "mine,ours,12.5,50.0,50.0,50.0,50.0,50.0,50.0,50.0,50.0,50.0," in lines
+    assert any(line.startswith("partial,ours,,,,,70.0,") and "no ARC-E" in line for line in lines)
+    assert "Looped Mamba2" in lt2("paper-table", "--storage", tmp_path)
+    assert r"mine & 12.50 & 50.00" in lt2("paper-table", "mine", "--storage", tmp_path, "--format", "latex")
+    with pytest.raises(ConfigError, match="no scale '7B'"):
+        lt2("paper-table", "--storage", tmp_path, "--scale", "7B")
+    with pytest.raises(ConfigError, match="no evaluation of other; there are mine, partial"):
+        lt2("paper-table", "other", "--storage", tmp_path)

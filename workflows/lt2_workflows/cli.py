@@ -49,6 +49,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 app.add_typer(evaluate_commands.pack_app, name="pack")
 app.command("eval")(evaluate_commands.evaluate)
 app.command("compare")(evaluate_commands.compare)
+app.command("paper-table")(evaluate_commands.paper_table)
 for remote in (remote_commands.submit, remote_commands.resume, remote_commands.logs, remote_commands.cancel):
     app.command()(remote)
 

@@ -170,6 +170,40 @@ def compare(
     typer.echo(table(rows, ["task", "metric", "a", "b", "difference", "stderr", "p_value", "n", "note"]))
 
 
+def paper_table(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs of the store. [default: all with results]")
+    ] = None,
+    scale: Annotated[str, typer.Option(help="0.6B or 1.3B.")] = "1.3B",
+    format_: Annotated[str, typer.Option("--format", help="text, csv or latex.")] = "text",
+    storage: StorageOption = None,
+) -> None:
+    """The paper's main table with our runs beside it; averages are recomputed."""
+    from lt2_platform.evaluate import paper
+    from lt2_platform.results import ResultsStore
+    from lt2_platform.storage import Storage
+    from lt2_workflows.console import table
+
+    by_run: dict[str, list[dict[str, Any]]] = {}
+    for run, name, row in ResultsStore(Storage(storage)).index().evals:
+        if name == "validation":
+            by_run.setdefault(run, []).append(row)
+    unknown = [run for run in runs or () if run not in by_run]
+    if unknown:
+        raise config_error(f"no evaluation of {', '.join(unknown)}; there are {', '.join(sorted(by_run)) or 'none'}")
+    found = {run: paper.scores_of(by_run[run]) for run in runs or sorted(by_run)}
+    rows = paper.compared({run: scores for run, scores in found.items() if scores}, scale)
+    if format_ not in ("text", "csv", "latex"):
+        raise config_error(f"unknown format {format_!r}; use text, csv or latex")
+    if format_ == "text":
+        shown = [
+            {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()} for row in rows
+        ]
+        typer.echo(table(shown, ["model", *paper.COLUMNS, "note"]))
+        return
+    typer.echo(paper.as_csv(rows) if format_ == "csv" else paper.as_latex(rows), nl=False)
+
+
 def harness_config(suite: str, **fields: Any) -> HarnessConfig:
     """Raises ConfigError for a suite that is not there."""
     from lt2_platform.evaluate.config import HarnessConfig

@@ -11,7 +11,7 @@ from lt2_platform.evaluate.harness.needles import TOKENS_TO_GENERATE
 from lt2_platform.evaluate.harness.recall import NEW_TOKENS, contains_all, contains_any
 
 CORE_TABLE = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "openbookqa", "sciq", "boolq")
-"""The eight whose mean is the table's average, each by acc."""
+"""The eight whose mean is the paper's average (paper.scores_of says by which metric)."""
 
 LENGTHS = (1024, 2048, 4096, 8192)
 """Of the needle tasks; training is at 4,096."""

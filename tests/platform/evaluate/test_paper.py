@@ -1,0 +1,46 @@
+"""The paper's table: averages recomputed, contradictions said, ours beside it."""
+
+import pytest
+
+from lt2_platform.evaluate.paper import DOWNSTREAM, TASK_LABELS, as_csv, as_latex, average, compared, scores_of
+
+
+@pytest.mark.parametrize("scale", sorted(DOWNSTREAM))
+def test_averages_are_means_and_differences_from_print_are_noted(scale):
+    rows = {row["model"]: row for row in compared({}, scale)}
+    for model, numbers in DOWNSTREAM[scale].items():
+        if numbers is None:
+            assert rows[model]["note"] == "training diverged"
+            continue
+        assert rows[model]["Avg"] == pytest.approx(sum(numbers[1:9]) / 8)
+        assert (f"printed {numbers[9]}" in rows[model]["note"]) == (abs(rows[model]["Avg"] - numbers[9]) >= 0.01)
+
+
+def test_known_contradictions():
+    small = {row["model"]: row for row in compared({}, "0.6B")}
+    assert small["Transformer"]["Avg"] == pytest.approx(52.61, abs=0.005)
+    assert "printed 51.34" in small["Transformer"]["note"]
+    large = {row["model"]: row for row in compared({}, "1.3B")}
+    assert "61.39 / 9.31" in large["Looped Hybrid (Full+GDN)"]["note"]
+
+
+def test_scores_take_the_customary_metric_and_the_later_row():
+    rows = [
+        {"task": "arc_challenge", "metric": "acc", "value": 0.1},
+        {"task": "arc_challenge", "metric": "acc_norm", "value": 0.3},
+        {"task": "piqa", "metric": "acc", "value": 0.6},
+        {"task": "piqa", "metric": "acc", "value": 0.7},
+        {"task": "perplexity", "metric": "perplexity", "value": 11.0},
+        {"task": "copa", "metric": "acc", "value": 0.9},
+    ]
+    assert scores_of(rows) == {"ARC-C": 30.0, "PIQA": 70.0, "PPL": 11.0}
+    assert average({"PIQA": 70.0}) is None
+
+
+def test_formats():
+    ours = {"my_run": dict.fromkeys(TASK_LABELS, 99.0) | {"PPL": 5.0}}
+    rows = compared(ours, "1.3B")
+    latex = as_latex(rows)
+    assert r"my\_run & \textbf{5.00} & \textbf{99.00}" in latex
+    assert latex.count(r"\\") == len(rows) + 1
+    assert as_csv(rows).splitlines()[-1].startswith("my_run,ours,5.0,99.0")
