@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from lt2_platform.data import sources
 from lt2_platform.data.pack import START, document_hash, entropy, holdout_threshold, join_documents, pack
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import PIECE_BYTES
+from lt2_platform.data.spread import spread
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.storage import Storage
 
@@ -243,3 +245,53 @@ def test_a_mixture_does_not_depend_on_the_spread(three, tmp_path, local_ray, mon
     assert first == second
     assert content(tmp_path / "one") == content(tmp_path / "two")
     assert [one["epochs"] > 1 for one in first["mixture"]] == [False, True, True]
+
+
+def test_two_tasks_run_at_once_and_a_limit_holds(local_ray, tmp_path):
+    """Each of two tasks waits for the other to begin; under a limit of one, none ever sees another."""
+
+    def meet(name, folder):
+        (folder / name).touch()
+        deadline = time.monotonic() + 60
+        while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return len(list(folder.iterdir()))
+
+    def alone(name, folder):
+        (folder / name).touch()
+        time.sleep(0.05)
+        seen = len(list(folder.iterdir()))
+        (folder / name).unlink()
+        return seen
+
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    together.mkdir()
+    apart.mkdir()
+    assert list(spread(meet, ["a", "b"], together, None)) == [2, 2]
+    assert list(spread(alone, [str(i) for i in range(6)], apart, 1)) == [1] * 6
+    assert list(spread(alone, [], apart, 1)) == []
+
+
+def test_a_task_whose_worker_dies_runs_again(local_ray, tmp_path):
+    def die_once(number, folder):
+        if number == 3 and not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    assert sorted(spread(die_once, range(6), tmp_path, 2)) == list(range(6))
+    assert (tmp_path / "died").exists()
+
+
+def test_after_an_error_no_task_writes(local_ray, tmp_path):
+    def fail_or_write(number, folder):
+        if number == 0:
+            raise OSError("disk full")
+        time.sleep(0.05)
+        (folder / str(number)).touch()
+
+    with pytest.raises(OSError, match="disk full"):
+        list(spread(fail_or_write, range(200), tmp_path, None))
+    before = len(list(tmp_path.iterdir()))
+    time.sleep(1)
+    assert len(list(tmp_path.iterdir())) == before < 150
