@@ -123,8 +123,8 @@ def train(
     data yields this rank's share of each global batch, beginning at state.position. Callbacks are objects with any of
     on_step(state, metrics) every log_every steps, on_checkpoint(state, model, optimizer) every checkpoint_every steps
     and at the end, on_eval(state, model) every eval_every steps, on_end(state). Metrics are floats: loss (with z-loss
-    and aux), the objective's own, lr, grad_norm (before clipping), tokens_per_s (all ranks), and seconds per step
-    step_time and data_wait.
+    and aux), the objective's own, lr, grad_norm (before clipping), tokens_per_s (all ranks), seconds per step
+    step_time and data_wait, and data_wait_fraction.
 
     skip: positions of global batches to pass over. stop() is asked at every step; when it says yes on any rank, the
     next step is logged and saved and PreemptedError raised on all of them. Raises NonFiniteLossError as soon as a loss
@@ -264,6 +264,7 @@ def _read_metrics(
         "tokens_per_s": tokens / elapsed,
         "step_time": elapsed / window.steps,
         "data_wait": window.waited / window.steps,
+        "data_wait_fraction": window.waited / elapsed,
     }
 
 

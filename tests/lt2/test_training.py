@@ -164,7 +164,7 @@ def test_callbacks_come_when_due_and_the_last_step_is_always_logged_and_saved():
     assert recorder.evals == [4]
     assert model.training
     assert recorder.ended == 1
-    expected = {"loss", "ce", "lr", "grad_norm", "tokens_per_s", "step_time", "data_wait"}
+    expected = {"loss", "ce", "lr", "grad_norm", "tokens_per_s", "step_time", "data_wait", "data_wait_fraction"}
     assert all(metrics.keys() == expected for _, metrics in recorder.steps)
 
 

@@ -23,6 +23,7 @@ TITLES = {
     "tokens_per_s": "Throughput (tokens/s)",
     "step_time": "Step time (s)",
     "data_wait": "Waiting for data (s per step)",
+    "data_wait_fraction": "Waiting for data (fraction of the time)",
     "mfu": "Model FLOPs utilisation",
 }
 
