@@ -51,8 +51,8 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        bos = self.text_tokenizer.bos_id
-        return self.eot_token_id if bos is None else bos
+        prefix = getattr(self.text_tokenizer, "prefix_id", self.text_tokenizer.bos_id)
+        return self.eot_token_id if prefix is None else prefix
 
     @property
     def tokenizer_name(self) -> str:

@@ -77,6 +77,8 @@ def load(source: ModelSource) -> Loaded:
     if source.is_transformers:
         from transformers import AutoModelForCausalLM
 
+        import lt2.interop.transformers  # noqa: F401  registers the folders that `lt2 export` writes
+
         options = {"gguf_file": source.gguf} if source.gguf else {}
         model = AutoModelForCausalLM.from_pretrained(source.place, dtype=dtype, **options)
         model = cast(nn.Module, model).to(device)
@@ -101,6 +103,7 @@ class FolderTokenizer:
         self.vocab_size = len(tokenizer)
         self.eos_id = tokenizer.eos_token_id
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
+        self.prefix_id = tokenizer.bos_token_id  # stands for an empty context even where texts do not begin with it
         first = tokenizer("a").input_ids[0]
         self.bos_id = first if first == tokenizer.bos_token_id else None
         text = json.dumps(sorted(tokenizer.get_vocab().items()))

@@ -1,0 +1,92 @@
+"""Models of transformers through our harness: the same numbers as lm-eval's own HFLM gives."""
+
+import pytest
+import tokenizers
+import torch
+from lm_eval.api.instance import Instance
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lt2.config import ConfigError
+from lt2_platform.evaluate.checkpoints import evaluate_anything
+from lt2_platform.evaluate.config import HarnessConfig
+from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.dispatch import Dispatcher
+from lt2_platform.evaluate.harness.lm import HarnessLM
+from lt2_platform.evaluate.harness.models import ModelSource, load
+from tests.platform.evaluate.items import arc, choices, nq, write
+
+TEXTS = [("The river is", " long and cold"), ("Question: who?\nAnswer:", " nobody"), ("a ", "stone"), ("x", " y")]
+
+
+def save_folder(folder, *, bos):
+    """A tiny Llama with a byte-level tokenizer that begins texts with BOS or does not."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {token: index for index, token in enumerate(sorted(alphabet))} | {"<s>": 256, "</s>": 257}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    if bos:
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 256)]
+        )
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=258, max_position_embeddings=512, bos_token_id=256, eos_token_id=257, initializer_range=0.3, **sizes
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def both(folder, out, *, max_length=512):
+    """(ours, lm-eval's own) on the same weights."""
+    pytest.importorskip("accelerate", reason="lm-eval's HFLM needs it")
+    from lm_eval.models.huggingface import HFLM
+
+    source = ModelSource(folder)
+    loaded = load(source)
+    theirs = HFLM(
+        pretrained=loaded.scorer.model, tokenizer=loaded.tokenizer._tokenizer, batch_size=1, max_length=max_length
+    )
+    dispatcher = Dispatcher(source, str(out), scorer=loaded.scorer)
+    return HarnessLM(dispatcher, loaded.tokenizer, max_length=max_length, batch_size=3), theirs
+
+
+def asked(kind, *arguments):
+    return [Instance(request_type=kind, doc={}, arguments=args, idx=0) for args in arguments]
+
+
+@pytest.mark.parametrize("bos", [True, False], ids=["bos", "no-bos"])
+def test_loglikelihoods_and_generation_agree_with_hflm(tmp_path, bos):
+    ours, theirs = both(save_folder(tmp_path / "model", bos=bos), tmp_path / "out")
+    requests = asked("loglikelihood", *TEXTS, ("", "start"))
+    found, expected = ours.loglikelihood(requests), theirs.loglikelihood(requests, disable_tqdm=True)
+    assert [total for total, _ in found] == pytest.approx([total for total, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    options = {"until": ["\n"], "max_gen_toks": 10, "do_sample": False}
+    requests = asked("generate_until", *((context, options) for context, _ in TEXTS))
+    assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
+
+
+def test_rolling_agrees_where_hflm_scores_bos_once(tmp_path):
+    ours, theirs = both(save_folder(tmp_path / "model", bos=False), tmp_path / "out", max_length=16)
+    requests = asked("loglikelihood_rolling", ("The river is long and cold, and so is the winter here.",))
+    assert ours.loglikelihood_rolling(requests) == pytest.approx(
+        theirs.loglikelihood_rolling(requests, disable_tqdm=True), abs=1e-3
+    )
+
+
+def test_a_model_folder_is_evaluated_like_a_checkpoint(tmp_path):
+    folder = save_folder(tmp_path / "model", bos=True)
+    pack = str(tmp_path / "pack")
+    packs.build(pack, write(tmp_path / "data", arc_easy=arc(), mine=choices(), nq_open=nq(2)))
+    config = HarnessConfig(pack=pack, tasks=("arc_easy", "mine", "nq_open"))
+    found = evaluate_anything(folder, [config], out=str(tmp_path / "out"))
+    assert {(row["task"], row["metric"], row["n"]) for row in found.rows} >= {
+        ("arc_easy", "acc", 6),
+        ("mine", "acc", 4),
+    }
+    assert found.evaluations()["validation"]
+    with pytest.raises(ConfigError, match="not a looped model"):
+        evaluate_anything(folder, [config], out=str(tmp_path / "out"), loops=[1, 2])
