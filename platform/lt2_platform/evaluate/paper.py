@@ -65,9 +65,11 @@ def scores_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """{"PPL", label: percent} of one run's evaluation rows {task, metric, value}; the later of two rows counts."""
     found: dict[str, float] = {}
     labels = dict(zip(TASKS, TASK_LABELS))
-    wanted = {(task, "acc_norm" if task in NORMALISED else "acc"): label for task, label in labels.items()}
+    wanted: dict[tuple[str, str], str] = {
+        (task, "acc_norm" if task in NORMALISED else "acc"): label for task, label in labels.items()
+    }
     for row in rows:
-        key = (row.get("task"), row.get("metric"))
+        key = str(row.get("task")), str(row.get("metric"))
         if key in wanted:
             found[wanted[key]] = 100 * float(row["value"])
         elif key == ("perplexity", "perplexity"):
@@ -90,7 +92,7 @@ def compared(ours: Mapping[str, Mapping[str, float]], scale: str) -> list[dict[s
         if numbers is None:
             rows.append({"model": model, "source": "paper", "note": "training diverged"})
             continue
-        scores = dict(zip(("PPL", *TASK_LABELS), numbers))
+        scores: dict[str, float] = dict(zip(("PPL", *TASK_LABELS), numbers))
         printed, mean = numbers[-1], average(scores)
         notes = [f"printed {printed}"] if mean is not None and abs(printed - mean) >= 0.01 else []
         notes += [CONTRADICTED[scale, model]] if (scale, model) in CONTRADICTED else []
