@@ -92,11 +92,11 @@ def compared(ours: Mapping[str, Mapping[str, float]], scale: str) -> list[dict[s
         if numbers is None:
             rows.append({"model": model, "source": "paper", "note": "training diverged"})
             continue
-        scores: dict[str, float] = dict(zip(("PPL", *TASK_LABELS), numbers))
-        printed, mean = numbers[-1], average(scores)
+        theirs: dict[str, float] = dict(zip(("PPL", *TASK_LABELS), numbers))
+        printed, mean = numbers[-1], average(theirs)
         notes = [f"printed {printed}"] if mean is not None and abs(printed - mean) >= 0.01 else []
         notes += [CONTRADICTED[scale, model]] if (scale, model) in CONTRADICTED else []
-        rows.append({"model": model, "source": "paper", **scores, "Avg": mean, "note": "; ".join(notes)})
+        rows.append({"model": model, "source": "paper", **theirs, "Avg": mean, "note": "; ".join(notes)})
     for run, scores in ours.items():
         missing = [label for label in TASK_LABELS if label not in scores]
         note = f"no {', '.join(missing)}" if missing else ""

@@ -121,6 +121,9 @@ class FolderTokenizer:
         encoded = self._tokenizer(list(texts), add_special_tokens=False).input_ids
         return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
+    def special_id(self, name: str) -> int | None:
+        return self._tokenizer.get_added_vocab().get(name)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
