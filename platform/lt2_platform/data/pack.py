@@ -25,11 +25,14 @@ def join_documents(ids: Sequence[np.ndarray], bos_id: int | None, eos_id: int) -
 
 def frame(ids: np.ndarray, bos_id: int | None, eos_id: int) -> np.ndarray:
     """`bos ids eos` uint32; where `ids` has tokens that are IGNORED, bos is too, and eos as the last of them."""
-    head = np.array([] if bos_id is None else [bos_id], dtype=np.uint32)
-    tail = np.array([eos_id], dtype=np.uint32)
-    if len(ids) and (ids & IGNORED).any():
-        head, tail = head | IGNORED, tail | (ids[-1] & IGNORED)
-    return np.concatenate([head, ids, tail]).astype(np.uint32, copy=False)
+    before = 0 if bos_id is None else 1
+    framed = np.empty(before + len(ids) + 1, dtype=np.uint32)
+    framed[before:-1] = ids
+    framed[:before], framed[-1] = bos_id or 0, eos_id
+    if len(ids) and ids.max() >= IGNORED:
+        framed[:before] |= IGNORED
+        framed[-1] |= ids[-1] & IGNORED
+    return framed
 
 
 def split_framed(document: np.ndarray, limit: int | None, bos_id: int | None) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from lt2_platform.data.source_configs import STDLIB, FileSource
 from lt2_platform.storage import S3, absolute, arrow_filesystem, filesystem
 
 PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line after each 128 KiB (about 32k tokens)
-UNIT_BYTES = 4 * 2**20
+UNIT_BYTES = 2 * 2**20
 MAX_UNITS = 10_000
 
 _FORMATS = {
@@ -163,7 +163,7 @@ def describe(file: SourceFile, documents: int) -> dict[str, Any]:
 
 
 def plan_units(files: Sequence[SourceFile], parts: Sequence[FileSource]) -> list[list[Slice]]:
-    """Units of about 4 MiB (more for corpora beyond 40 GB), in source order; a function of the files alone.
+    """Units of about 2 MiB (more for corpora beyond 20 GB), in source order; a function of the files alone.
 
     A unit is of one source. Raises ConfigError for a parquet file that is damaged or lacks a column.
     """

@@ -1,0 +1,229 @@
+"""Preparing and streaming data: tokens/s beside a plain pyarrow + tokenizers loop and `datasets` streaming.
+
+python benchmarks/data.py [--quick] [--tokenizer FILE] [--json FILE]. The corpus is the standard library's text in
+parquet, the tokenizer a byte-level BPE trained on it (or FILE, a tokenizer.json or *.tiktoken). Work per core is in
+tokens per CPU second, which a busy machine changes less than wall time; what runs on Ray is in tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SEQ_LEN, BATCH = 1024, 8
+STEP_S = 0.02
+
+
+def write_corpus(path: Path, size: int) -> None:
+    """About `size` characters of the standard library as documents of 3,000 characters, in row groups of 1,000."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from lt2_platform.data.sources import find_files
+
+    text = "".join(Path(file.path).read_text(errors="replace") for file in find_files("python-stdlib"))
+    text = (text * (size // len(text) + 1))[:size]
+    documents = [text[at : at + 3000] for at in range(0, size, 3000)]
+    pq.write_table(pa.table({"id": range(len(documents)), "text": documents}), path, row_group_size=1000)
+
+
+def train_tokenizer(path: Path, corpus: Path) -> None:
+    import pyarrow.parquet as pq
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts = pq.read_table(corpus, columns=["text"])["text"].to_pylist()[:300]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=8192, special_tokens=["</s>"], initial_alphabet=alphabet)
+    )
+    bpe.save(str(path))
+
+
+def plain_prepare(corpus: Path, tokenizer_path: str, out: Path) -> int:
+    """The loop one would write: read, encode, append EOS, cut into rows, write parquet. Returns the tokens."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    encode, eos = _plain_encoder(tokenizer_path)
+    ids: list[np.ndarray] = []
+    for batch in pq.ParquetFile(corpus).iter_batches(batch_size=256, columns=["text"]):
+        ids += [np.array([*one, eos], dtype=np.int32) for one in encode(batch.column(0).to_pylist())]
+    stream = np.concatenate(ids)
+    rows = len(stream) // (SEQ_LEN + 1)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(stream[: rows * (SEQ_LEN + 1)]), SEQ_LEN + 1)
+    pq.write_table(pa.table({"tokens": column}), out, row_group_size=64, compression="zstd", compression_level=1)
+    return len(stream)
+
+
+def _plain_encoder(path: str) -> tuple[Callable[[list[str]], list], int]:
+    if path.endswith(".tiktoken"):
+        from lt2_platform.data.tokenize import load_tokenizer
+
+        loaded = load_tokenizer(path)
+        return loaded.encode_batch, loaded.eos_id  # building a tiktoken encoding is not what is measured
+    from tokenizers import Tokenizer
+
+    bpe = Tokenizer.from_file(path)
+    return lambda texts: [one.ids for one in bpe.encode_batch_fast(texts, add_special_tokens=False)], 0
+
+
+@contextmanager
+def without_ray() -> Iterator[None]:
+    """prepare() in this process, one unit after another: what its tasks do, and nothing of Ray."""
+    from lt2_platform.data import prepare
+
+    kept = prepare.some_ray, prepare.spread
+    prepare.some_ray = lambda parallelism: nullcontext()
+    prepare.spread = lambda function, items, shared, limit: (function(item, shared) for item in items)
+    try:
+        yield
+    finally:
+        prepare.some_ray, prepare.spread = kept
+
+
+def best(calls: dict[str, Callable[[], int]], clock: Callable[[], float], repeats: int) -> dict[str, float]:
+    """Median tokens per unit of `clock` of each call, in turns, after one round of warm-up."""
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(repeats + 1):
+        for name, call in calls.items():
+            begun = clock()
+            tokens = call()
+            if round_:
+                rates[name].append(tokens / (clock() - begun))
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def prepare_rows(folder: Path, corpus: Path, tokenizer: str, repeats: int) -> list[dict]:
+    from comparison import row
+
+    from lt2_platform.data.prepare import PrepareConfig, prepare
+
+    config = PrepareConfig(source=str(corpus), tokenizer=tokenizer, seq_len=SEQ_LEN, validation_fraction=0.01)
+    made = 0
+
+    def ours(parallelism: int) -> int:
+        nonlocal made
+        made += 1
+        splits = prepare(config, str(folder / f"out{made}"), parallelism=parallelism)["splits"].values()
+        return sum(split["tokens"] + split["dropped_tokens"] for split in splits)
+
+    def plain() -> int:
+        return plain_prepare(corpus, tokenizer, folder / "plain.parquet")
+
+    size = f"{corpus.stat().st_size / 1e6:.0f} MB parquet, rows of {SEQ_LEN}"
+    with without_ray():
+        found = best({"ours": lambda: ours(1), "plain": plain}, time.process_time, repeats)
+    per_core = row(
+        "prepare, per core", size, found["ours"], "pyarrow + tokenizers loop", found["plain"], "tok/CPU-s", "higher"
+    )
+
+    import ray
+
+    # Ray's workers at the niceness of everything else here: at its default of 15 the machine's other work is measured.
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _system_config={"worker_niceness": 0}
+    )
+    found = best({"two": lambda: ours(2), "one": lambda: ours(1), "plain": plain}, time.perf_counter, repeats)
+    ray.shutdown()
+    return [
+        per_core,
+        row("prepare, 2 Ray tasks", size, found["two"], "1 Ray task", found["one"], "tok/s", "higher"),
+        row("prepare, 2 Ray tasks", size, found["two"], "pyarrow + tokenizers loop", found["plain"], "tok/s", "higher"),
+    ]
+
+
+def stream_rows(folder: Path, repeats: int) -> list[dict]:
+    import numpy as np
+    import pyarrow.parquet as pq
+    from comparison import row
+    from datasets import load_dataset
+
+    from lt2_platform.data.stream import PackedDataset
+
+    uri = str(folder / "out1")
+    dataset = PackedDataset(uri)
+    files = [f"{uri}/{path}" for path in dataset.paths]
+    steps = dataset.n_sequences // BATCH
+
+    def ours() -> Iterator[np.ndarray]:
+        loader = PackedDataset(uri).batches(position=0, global_batch_size=BATCH)
+        return (batch["tokens"] for batch in islice(loader, steps))
+
+    def plain() -> Iterator[np.ndarray]:  # in file order: no shuffle, nothing to resume
+        for path in files:
+            for batch in pq.ParquetFile(path).iter_batches(batch_size=BATCH, columns=["tokens", "doc_ids"]):
+                yield batch.column(0).flatten().to_numpy().reshape(-1, SEQ_LEN + 1).astype(np.int64)
+
+    def streaming() -> Iterator[np.ndarray]:
+        rows = load_dataset("parquet", data_files=files, split="train", streaming=True)
+        rows = rows.shuffle(seed=0, buffer_size=4096).with_format("numpy")
+        return (np.asarray(batch["tokens"], dtype=np.int64) for batch in rows.iter(batch_size=BATCH))
+
+    def consumed(batches: Callable[[], Iterator[np.ndarray]]) -> Callable[[], int]:
+        return lambda: sum(tokens.size for tokens in batches())
+
+    peers = {"datasets streaming": streaming, "pyarrow loop, unshuffled": plain}
+    found = best({name: consumed(one) for name, one in {"ours": ours, **peers}.items()}, time.perf_counter, repeats)
+    for name, one in {"ours": ours, "datasets streaming": streaming}.items():
+        print(f"waiting for data at {1e3 * STEP_S:.0f} ms per step of {BATCH} rows: {name} {wait_fraction(one):.2%}")
+    size = f"{steps} batches of {BATCH} x {SEQ_LEN}, shuffled"
+    return [row("stream", size, found["ours"], name, found[name], "tok/s", "higher") for name in peers]
+
+
+def wait_fraction(batches: Callable[[], Iterator[object]], steps: int = 100) -> float:
+    """The share of the time that a loop of steps of STEP_S waits for its next batch, the first one excluded."""
+    iterator = batches()
+    next(iterator)
+    begun, waited = time.perf_counter(), 0.0
+    for _ in range(steps):
+        time.sleep(STEP_S)  # a device computes; this process is free to read ahead
+        asked = time.perf_counter()
+        if next(iterator, None) is None:
+            break
+        waited += time.perf_counter() - asked
+    return waited / (time.perf_counter() - begun)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small corpus; under 60 s on 2 cores")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json or *.tiktoken")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ |= {
+            "HF_HOME": name,
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+        }
+        from comparison import print_rows, write_rows
+
+        corpus = folder / "corpus.parquet"
+        write_corpus(corpus, 8_000_000 if arguments.quick else 48_000_000)
+        tokenizer = arguments.tokenizer or str(folder / "tokenizer.json")
+        if not arguments.tokenizer:
+            train_tokenizer(folder / "tokenizer.json", corpus)
+        repeats = 1 if arguments.quick else 5
+        rows = prepare_rows(folder, corpus, tokenizer, repeats) + stream_rows(folder, repeats)
+    print_rows(rows)
+    write_rows(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "platform")]
+    main()
