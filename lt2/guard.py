@@ -71,12 +71,12 @@ class NonFiniteLossError(RuntimeError):
 
 
 class News(NamedTuple):
-    """bad_step is 0 while all is finite; loss (mean per token) and grad_norm belong to it; stop: some rank asks."""
+    """bad_step is 0 while all is finite; loss (mean per token) and grad_norm belong to it; request: over ranks."""
 
     bad_step: int
     loss: float
     grad_norm: float
-    stop: bool
+    request: int
 
 
 class Guard:
@@ -87,11 +87,11 @@ class Guard:
         self.first = torch.zeros(3, dtype=torch.float64, device=device)
 
     def update(
-        self, optimizer: torch.optim.Optimizer, step: int, loss: Tensor, grad_norm: Tensor, stop: Tensor
+        self, optimizer: torch.optim.Optimizer, step: int, loss: Tensor, grad_norm: Tensor, request: Tensor
     ) -> Callable[[], News]:
         """Step the optimizer unless this or an earlier step was bad; returns what reads the step's news.
 
-        loss, grad_norm, stop: scalars, the same on every rank. Reading waits for this step, not for later ones.
+        loss, grad_norm, request: scalars, the same on every rank. Reading waits for this step, not for later ones.
         """
         bad = ~(loss.isfinite() & grad_norm.isfinite())
         here = torch.stack([torch.full_like(self.first[0], step), loss.double(), grad_norm.double()])
@@ -102,7 +102,7 @@ class Guard:
             optimizer.step()
         elif not self.bad.item():
             optimizer.step()
-        return _later(torch.cat([self.first, stop.reshape(1).double()]))
+        return _later(torch.cat([self.first, request.reshape(1).double()]))
 
 
 def _later(values: Tensor) -> Callable[[], News]:
@@ -114,8 +114,8 @@ def _later(values: Tensor) -> Callable[[], News]:
     def read() -> News:
         if event is not None:
             event.synchronize()
-        step, loss, norm, stop = host.tolist()
-        return News(int(step), loss, norm, stop > 0)
+        step, loss, norm, request = host.tolist()
+        return News(int(step), loss, norm, int(request))
 
     return read
 

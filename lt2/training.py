@@ -25,7 +25,19 @@ from lt2.optim import Schedule, set_lr
 from lt2.parallel import Sharding
 from lt2.train_config import TrainConfig
 
-__all__ = ["Batch", "NonFiniteLossError", "PreemptedError", "TrainConfig", "TrainState", "autocast_dtype", "train"]
+__all__ = [
+    "SAVE",
+    "STOP",
+    "Batch",
+    "NonFiniteLossError",
+    "PreemptedError",
+    "TrainConfig",
+    "TrainState",
+    "autocast_dtype",
+    "train",
+]
+
+SAVE, STOP = 1, 2**20  # requests at a step; their sum over ranks still tells them apart
 
 
 @dataclass
@@ -116,7 +128,7 @@ def train(
     *,
     sharding: Sharding | None = None,
     skip: Collection[int] = (),
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], int] = lambda: 0,
 ) -> TrainState:
     """Train from `state` to `config.steps`, in place, and return the state.
 
@@ -126,9 +138,10 @@ def train(
     and aux), the objective's own, lr, grad_norm (before clipping), tokens_per_s (all ranks), seconds per step
     step_time and data_wait, and data_wait_fraction.
 
-    skip: positions of global batches to pass over. stop() is asked at every step; when it says yes on any rank, the
-    next step is logged and saved and PreemptedError raised on all of them. Raises NonFiniteLossError as soon as a loss
-    or gradient is not finite, whose step is not made, and ConfigError when the data ends early.
+    skip: positions of global batches to pass over. stop() is asked at every step; when it says SAVE or STOP on any
+    rank, the next step is logged and saved on all of them, and on STOP they raise PreemptedError. Raises
+    NonFiniteLossError as soon as a loss or gradient is not finite, whose step is not made, and ConfigError when the
+    data ends early.
     """
     device = next(model.parameters()).device
     precision = autocast_dtype(config.precision, device)
@@ -147,11 +160,11 @@ def train(
         set_lr(optimizer, lr := schedule(state.step))
         batch = replace(batch, step=state.step)
         sums, expected = _forward_backward(model, objective, batch, config, autocast, sharding)
-        sums["stop"] = torch.full((), float(stop()), dtype=torch.float64, device=device)
+        sums["request"] = torch.full((), float(stop()), dtype=torch.float64, device=device)
         totals, grad_norm = _finish_gradients(model, sums, expected, config.grad_clip, sharding)
-        asked_to_stop = totals.pop("stop")
+        request = totals.pop("request")
         mean = totals["loss"] / totals["n_tokens"].clamp(min=1)
-        news = guard.update(optimizer, state.step + 1, mean, grad_norm, asked_to_stop)
+        news = guard.update(optimizer, state.step + 1, mean, grad_norm, request)
         optimizer.zero_grad(set_to_none=True)
 
         recent.append(_Step(state.step + 1, state.position, batch, news))
@@ -164,7 +177,7 @@ def train(
         heard = recent[-1 if due else 0].news()
         if heard.bad_step:
             raise _not_finite(model, objective, recent, heard, config, autocast, sharding)
-        if heard.stop:
+        if heard.request:
             due |= {"log", "checkpoint"}
         if not due:
             continue
@@ -178,7 +191,7 @@ def train(
             model.train()
         if "checkpoint" in due:
             _call(callbacks, "on_checkpoint", state, model, optimizer)
-        if heard.stop and state.step < config.steps:
+        if heard.request >= STOP and state.step < config.steps:
             raise PreemptedError(f"stopped as asked after step {state.step} of {config.steps}, which is saved")
         window.started = time.perf_counter()
     _call(callbacks, "on_end", state)

@@ -3,7 +3,8 @@
 
     torchrun --nproc-per-node 8 scripts/train_torchrun.py --config pretrain.json --data DATASET --out RUN_FOLDER
 
-The config is JSON {"model": …, "train": …} (lt2_platform.train.config.PretrainConfig). The same command resumes.
+The config is JSON {"model": …, "train": …} (lt2_platform.train.config.PretrainConfig). The same command resumes;
+SIGTERM saves first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "platform")]
 
 from lt2.config import ConfigError, explain  # noqa: E402
+from lt2.training import PreemptedError  # noqa: E402
 from lt2_platform.storage import default_root  # noqa: E402
 from lt2_platform.train import run_folder, worker  # noqa: E402
 from lt2_platform.train.config import PretrainConfig  # noqa: E402
@@ -51,6 +53,9 @@ def main() -> int:
             num_workers=world_size,
         )
         result = worker.run(spec)
+    except PreemptedError as stop:
+        print(f"{stop}; the same command goes on from there", file=sys.stderr)
+        return 143
     except ValidationError as error:
         print(explain(error, arguments.config), file=sys.stderr)
         return 2

@@ -17,7 +17,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -31,7 +32,7 @@ from lt2.model import LoopedLM
 from lt2.training import TrainState
 from lt2_platform.storage import Storage
 from lt2_platform.train.retention import Keep, kept, note_best, read_best
-from lt2_platform.train.shards import load_shards, save_shards, saved_names
+from lt2_platform.train.shards import STORAGE_ERRORS, StorageRefusedError, load_shards, save_shards, saved_names
 
 log = logging.getLogger(__name__)
 
@@ -71,27 +72,23 @@ def save(
     """Write `<folder>/step-…` and return its URI; then drop what `keep` (a number: so many) does not. Collective.
 
     validation_loss, if this very step was evaluated, makes it a candidate for the best checkpoint.
+    Raises StorageRefusedError on every rank when storage does not take it; nothing of it is left then, if possible.
 
     tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint.
     """
-    storage = Storage(folder)
-    name = f"step-{state.step:08d}"
-    if _rank() == 0:
-        delete(folder, name)  # what a kill or a damaged file left under this name
-    _barrier()
-    written = save_shards(_tensors(model, optimizer), storage, name)
-    files = {path: record for part in _gather(written) for path, record in part.items()}
-    if _rank() == 0:
-        info = {
-            "schema_version": SCHEMA_VERSION,
-            "model": config.model_dump(mode="json"),
-            "tokenizer": tokenizer,
-            "train": train or {},
-            "state": asdict(state),
-            "validation_loss": validation_loss,
-            "world_size": _world_size(),
-            "versions": {package: version(package) for package in ("lt2", "torch")},
-        }
+    storage, name = Storage(folder), f"step-{state.step:08d}"
+    info = {
+        "schema_version": SCHEMA_VERSION,
+        "model": config.model_dump(mode="json"),
+        "tokenizer": tokenizer,
+        "train": train or {},
+        "state": asdict(state),
+        "validation_loss": validation_loss,
+        "world_size": _world_size(),
+        "versions": {package: version(package) for package in ("lt2", "torch")},
+    }
+
+    def finish() -> None:
         for path, data in {INFO: json.dumps(info, indent=2).encode(), **(tokenizer_files or {})}.items():
             storage.write_bytes(f"{name}/{path}", data)
             files[path] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -102,7 +99,16 @@ def save(
         stay = kept(names, Keep(keep) if isinstance(keep, int) else keep, (read_best(folder) or {}).get("checkpoint"))
         for old in (name for name in names if name not in stay):
             delete(folder, old)
-    _barrier()
+
+    on_rank_zero(lambda: delete(folder, name))  # what a kill or a damaged file left under this name
+    try:
+        written = save_shards(_tensors(model, optimizer), storage, name)
+        files = {path: record for part in _gather(written) for path, record in part.items()}
+        on_rank_zero(finish)
+    except StorageRefusedError:
+        with suppress(StorageRefusedError):
+            on_rank_zero(lambda: delete(folder, name))  # on a full disk the half of it is what is in the way
+        raise
     return storage.join(name)
 
 
@@ -313,13 +319,25 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def is_rank_zero() -> bool:
     return _rank() == 0
+
+
+def on_rank_zero(function: Callable[[], None]) -> None:
+    """Call it on rank 0; if it fails every rank raises, StorageRefusedError where storage is why. Collective."""
+    caught: Exception | None = None
+    if _rank() == 0:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001  the other ranks would wait for ever
+            caught = error
+    refused, text = from_rank_zero((isinstance(caught, STORAGE_ERRORS), caught and str(caught)))
+    if refused:
+        raise StorageRefusedError(f"rank 0: {text}") from caught
+    if caught is not None:
+        raise caught
+    if text is not None:
+        raise RuntimeError(f"rank 0 failed: {text}")
 
 
 def from_rank_zero(value: Any) -> Any:

@@ -11,11 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
+from botocore.exceptions import BotoCoreError, ClientError
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lt2_platform.storage import Storage
+
+STORAGE_ERRORS = (OSError, BotoCoreError, ClientError)
+
+
+class StorageRefusedError(OSError):
+    """Storage did not take a checkpoint on some rank; raised on all of them."""
 
 
 class _HashingStream(io.RawIOBase):
@@ -68,13 +76,22 @@ class HashingFileSystem(FileSystem):
 
 
 def save_shards(tensors: dict[str, Any], storage: Storage, name: str) -> dict[str, dict[str, Any]]:
-    """Write this rank's part of `tensors` to `<storage>/<name>`; {its file: {"bytes", "sha256"}}. Collective."""
+    """Write this rank's part of `tensors` to `<storage>/<name>`; {its file: {"bytes", "sha256"}}. Collective.
+
+    Raises StorageRefusedError on every rank when any of them could not write.
+    """
     path = storage.join(name)
     # On S3 there is no file to fsync, and DCP's fallback is os.sync(): every disk of the machine.
     sink = FsspecWriter(path, sync_files=not path.startswith("s3://"))
     sink.fs = files = HashingFileSystem(storage.fs)
-    with _one_process_is_fine():
-        save(tensors, storage_writer=sink)
+    try:
+        with _one_process_is_fine():
+            save(tensors, storage_writer=sink)
+    except CheckpointException as error:
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        if not all(isinstance(cause, STORAGE_ERRORS) for cause in causes.values()):
+            raise
+        raise StorageRefusedError("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())) from error
     return files.written
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,20 +21,21 @@ from lt2 import parallel
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM, build
 from lt2.optim import adamw, warmup_cosine
-from lt2.training import Batch, NonFiniteLossError, TrainConfig, TrainState, autocast_dtype, train
+from lt2.training import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint
-from lt2_platform.train.retention import Keep
+from lt2_platform.train.preemption import on_sigterm
 from lt2_platform.train.rollback import Rollbacks
+from lt2_platform.train.saving import Saver
+from lt2_platform.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 PROGRESS = "progress.json"
 PROGRESS_SECONDS = 0.5
-REPORT_SECONDS = 5.0  # Ray takes one report in two seconds and blocks the loop for more
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def run(
     *,
     report: Callable[[dict[str, Any]], None] | None = None,
     callbacks: Sequence[Any] = (),
+    stop: Callable[[], int] | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of the process group (or alone), from the newest checkpoint in `<out>/checkpoints` if any.
 
@@ -64,16 +65,23 @@ def run(
     everything again from that checkpoint and skips the batch, up to `train.rollbacks` times in the run's life.
 
     report({"step", "loss", "checkpoint"}) tells the launcher of a checkpoint. It is called on all ranks together, for
-    the last one and for others at least REPORT_SECONDS apart. callbacks (see lt2.training.train) come after our own.
+    the last one and for others at least saving.REPORT_SECONDS apart. callbacks and stop: see lt2.training.train;
+    callbacks come after ours. Without stop, SIGTERM saves and raises PreemptedError, and another call does the rest.
     """
     config = TrainConfig.model_validate(spec.train)
     rollbacks = Rollbacks(spec.out, spec.storage_root, spec.run_id, config.rollbacks)
-    while True:
-        try:
-            return asdict(_train(spec, config, rollbacks.positions(), report, callbacks))
-        except NonFiniteLossError as error:
-            failure = error.with_traceback(None)  # its frames hold the model
-        rollbacks.record(failure)
+    with nullcontext(stop) if stop else on_sigterm() as asked:
+        while True:
+            try:
+                return asdict(_train(spec, config, rollbacks.positions(), report, callbacks, asked))
+            except PreemptedError as error:
+                if checkpoint.is_rank_zero():
+                    store = ResultsStore(Storage(spec.storage_root))
+                    store.log_event(spec.run_id, "preemption", {"message": str(error)})
+                raise
+            except NonFiniteLossError as error:
+                failure = error.with_traceback(None)  # its frames hold the model
+            rollbacks.record(failure)
 
 
 def _train(
@@ -82,6 +90,7 @@ def _train(
     skip: frozenset[int],
     report: Callable[[dict[str, Any]], None] | None,
     callbacks: Sequence[Any],
+    stop: Callable[[], int],
 ) -> TrainState:
     model_config = ModelConfig.model_validate(spec.model)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -107,17 +116,31 @@ def _train(
     )
     logger = _Logger.open(spec, config) if rank == 0 else None
     evaluator = _Evaluator(spec.data, config, logger)
-    saver = _Saver(folder, model_config, config, tokenizer, _tokenizer_files(spec.data), report, evaluator)
-    # In this order: the metrics of a step are safe before the checkpoint that makes a resume skip it.
+    saver = Saver(
+        folder,
+        model_config,
+        config,
+        tokenizer,
+        _tokenizer_files(spec.data),
+        report,
+        validation_losses=lambda: evaluator.last,
+        flush=logger.writer.flush if logger else lambda: None,
+    )
     ours = [each for each in (logger, evaluator, saver) if each is not None]
     schedule = warmup_cosine(
         lr=config.lr, steps=config.steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio
     )
     objective = config.objective.build(config)
     data = map(Batch.from_numpy, batches)
-    with closing(batches), logger.writer if logger else nullcontext():
-        everyone = [*ours, *callbacks]
-        train(model, objective, data, optimizer, schedule, config, state, everyone, sharding=sharding, skip=skip)
+    watchdog = Watchdog(rank=rank, step=state.step, factor=config.hang_factor, floor_s=config.hang_floor_s)
+    data = watchdog.watch(data, lambda: state.step)
+    with closing(batches), watchdog, logger.writer if logger else nullcontext():
+        everyone, extra = [*ours, *callbacks], {"sharding": sharding, "skip": skip, "stop": stop}
+        try:
+            train(model, objective, data, optimizer, schedule, config, state, everyone, **extra)
+        except PreemptedError:
+            saver.settle(state)
+            raise
     return state
 
 
@@ -173,41 +196,6 @@ def _tokenizer_files(data: str) -> dict[str, bytes]:
 
 
 @dataclass
-class _Saver:
-    """Callback: a checkpoint when due, and now and then a report about it."""
-
-    folder: str
-    model_config: ModelConfig
-    config: TrainConfig
-    tokenizer: dict[str, Any]
-    tokenizer_files: dict[str, bytes]
-    report: Callable[[dict[str, Any]], None] | None
-    evaluator: _Evaluator
-    reported: float = -math.inf
-
-    def on_checkpoint(self, state: TrainState, model: LoopedLM, optimizer: torch.optim.Optimizer) -> None:
-        uri = checkpoint.save(
-            self.folder,
-            model,
-            optimizer,
-            state,
-            config=self.model_config,
-            tokenizer=self.tokenizer,
-            tokenizer_files=self.tokenizer_files,
-            train=self.config.model_dump(mode="json"),
-            keep=Keep(self.config.keep_checkpoints, self.config.keep_every, self.config.keep_best),
-            validation_loss=self.evaluator.last.get(state.step),
-        )
-        if self.report is None:
-            return
-        # Rank 0's clock decides, because a report waits for all ranks.
-        last = state.step == self.config.steps
-        if checkpoint.from_rank_zero(last or time.monotonic() - self.reported >= REPORT_SECONDS):
-            self.reported = time.monotonic()
-            self.report({"step": state.step, "loss": state.loss, "checkpoint": uri})
-
-
-@dataclass
 class _Evaluator:
     """Callback: validation loss on the first sequences of the split. Every rank runs all of them, as FSDP requires."""
 
@@ -253,9 +241,6 @@ class _Logger:
         self.writer.log(state.step, metrics | {"tokens": state.tokens})
         if time.time() - self.written >= PROGRESS_SECONDS or state.step == self.config.steps:
             self._write_progress(_progress(state, metrics, self.config))
-
-    def on_checkpoint(self, *_: Any) -> None:
-        self.writer.flush()
 
     def on_end(self, state: TrainState) -> None:
         self.writer.close(asdict(state))

@@ -1,0 +1,58 @@
+"""Somebody wants this machine back: SIGTERM, or Ray's notice that a node is about to go."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lt2.training import SAVE, STOP
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def on_sigterm() -> Iterator[Callable[[], int]]:
+    """What `lt2.training.train` takes as `stop`: asks to stop once SIGTERM has come; a second one ends the process.
+
+    Signals belong to the main thread; in any other one this never asks.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
+    came = threading.Event()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def note(signum: int, frame: Any) -> None:
+        came.set()
+        signal.signal(signal.SIGTERM, before)
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: STOP if came.is_set() else 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def ray_notice() -> Callable[[], int]:
+    """For a worker of Ray Train: asks for one checkpoint whenever Ray announces that nodes will go.
+
+    Not to stop: Ray itself ends the workers when the time is over and starts others, and counts that as a preemption
+    only then. `ray.train.get_preemption_info` is a barrier; the loop's own all-reduce agrees without one.
+    """
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    seen: list[Any] = [None]
+
+    def ask() -> int:
+        notice = get_train_context().preemption_context.preemption_info
+        if notice is None or notice == seen[0]:
+            return 0
+        seen[0] = notice
+        log.warning("nodes of this run are to be preempted (%s): saving a checkpoint", notice)
+        return SAVE
+
+    return ask

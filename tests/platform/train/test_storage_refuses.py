@@ -1,0 +1,151 @@
+"""Storage that takes no writes for a while: training goes on, the checkpoint comes later, and a limit ends it."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lt2.training import STOP, PreemptedError, TrainState
+from lt2_platform.storage import Storage
+from lt2_platform.train import saving, shards, worker
+from lt2_platform.train.checkpoint import complete, on_rank_zero
+from lt2_platform.train.shards import StorageRefusedError
+from tests.platform.train.packed import checkpoints, train_config, write_dataset
+from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
+from tests.ranks import run_ranks
+
+CONFIG = {"steps": 8, "checkpoint_every": 2}
+
+
+class Disk:
+    """Full from the end of one step to the end of another, for what the worker writes; `refused` counts."""
+
+    def __init__(self, monkeypatch, full_after, free_after=None, shards_only=False):
+        self.full_after, self.free_after, self.full, self.refused = full_after, free_after, full_after == 0, 0
+        writer, stream, disk = Storage.writer, shards.HashingFileSystem.create_stream, self
+
+        def refuse(place):
+            if disk.full and "checkpoints" in str(place):
+                disk.refused += 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def refusing_writer(storage, path):
+            refuse(storage.root)
+            return writer(storage, path)
+
+        def refusing_stream(files, path, mode):
+            refuse(path if "w" in mode else "")
+            return stream(files, path, mode)
+
+        if not shards_only:
+            monkeypatch.setattr(Storage, "writer", refusing_writer)
+        monkeypatch.setattr(shards.HashingFileSystem, "create_stream", refusing_stream)
+
+    def on_step(self, state, metrics):
+        if state.step == self.full_after:
+            self.full = True
+        if state.step == self.free_after:
+            self.full = False
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(saving, "FIRST_RETRY_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("undisturbed")
+    write_dataset(root / "data")
+    worker.run(open_run(root, pretrain_config(**CONFIG)))
+    return root
+
+
+def test_training_goes_on_and_saves_as_soon_as_storage_is_back(tmp_path, undisturbed, monkeypatch, caplog):
+    write_dataset(tmp_path / "data")
+    disk, saved = Disk(monkeypatch, 2, 4), []
+
+    class Look:
+        def on_step(self, state, metrics):
+            saved.append((state.step, checkpoints(tmp_path / "run")[-1:]))
+
+    worker.run(open_run(tmp_path, pretrain_config(steps=8, checkpoint_every=3)), callbacks=[disk, Look()])
+    assert dict(saved)[4] == []  # due at 3, refused then and at 4
+    assert dict(saved)[5] == ["step-00000005"]
+    assert disk.refused >= 2
+    assert checkpoints(tmp_path / "run") == ["step-00000006", "step-00000008"]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == checkpoints(tmp_path / "run")
+    assert losses(tmp_path) == losses(undisturbed)
+    assert "CHECKPOINT NOT WRITTEN at step 3 (rank 0: [Errno 28] No space left on device" in caplog.text
+    assert "step 5 is saved; storage takes writes again" in caplog.text
+
+
+def test_after_the_limit_the_run_fails_with_the_reason_and_the_old_checkpoint(tmp_path, monkeypatch, caplog):
+    write_dataset(tmp_path / "data")
+    disk = Disk(monkeypatch, 3)
+    spec = open_run(tmp_path, pretrain_config(**CONFIG, save_patience_s=0))
+    with pytest.raises(StorageRefusedError, match=r"no checkpoint could be written to .*for 0 s .*No space left"):
+        worker.run(spec, callbacks=[disk])
+    disk.full = False
+    assert checkpoints(tmp_path / "run") == ["step-00000002"]
+    assert worker.run(spec)["step"] == 8
+
+
+def test_the_end_and_a_preemption_wait_for_storage(tmp_path, undisturbed, monkeypatch):
+    write_dataset(tmp_path / "data")
+    disk, slept = Disk(monkeypatch, 0), []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        disk.full = len(slept) < 3
+
+    monkeypatch.setattr(saving.time, "sleep", sleep)
+    asked = iter([0, STOP] + [0] * 99)
+    spec = open_run(tmp_path, pretrain_config(**CONFIG))
+    with pytest.raises(PreemptedError, match="step 2 of 8, which is saved"):
+        worker.run(spec, stop=lambda: next(asked))
+    assert checkpoints(tmp_path / "run") == ["step-00000002"]
+    assert len(slept) == 3
+    slept.clear()
+    disk.full_after = 7
+    worker.run(spec, callbacks=[disk])
+    assert len(slept) == 3
+    assert checkpoints(tmp_path / "run")[-1] == "step-00000008"
+    theirs = weights(undisturbed / "run")
+    assert all(torch.equal(value, theirs[name]) for name, value in weights(tmp_path / "run").items())
+
+
+def refused_on_rank_one(root):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "FIRST_RETRY_SECONDS", 0.0)
+        disk = Disk(patch, 3, 5, shards_only=True)
+        rank = dist.get_rank()
+        worker.run(open_run(Path(root), pretrain_config(**CONFIG)), callbacks=[disk] if rank == 1 else [])
+    with pytest.raises(StorageRefusedError if rank == 0 else OSError, match="rank 0: away"):
+        on_rank_zero(fail)
+    return disk.refused, complete(f"{root}/run/checkpoints")
+
+
+def fail():
+    raise OSError("away")
+
+
+def test_ranks_agree_when_one_of_them_is_refused(tmp_path, undisturbed):
+    write_dataset(tmp_path / "data")
+    (first, names), (second, _) = run_ranks(refused_on_rank_one, 2, str(tmp_path))
+    assert (first, names) == (0, ["step-00000006", "step-00000008"])
+    assert second >= 1
+    assert losses(tmp_path) == pytest.approx(losses(undisturbed), rel=1e-5)
+
+
+def test_waits_grow_and_are_bounded(monkeypatch):
+    monkeypatch.undo()
+    saver = saving.Saver("x", None, train_config(), {}, {}, None, dict, lambda: None)
+    waits = []
+    for _ in range(9):
+        saver._refused(TrainState(), StorageRefusedError("no"))
+        waits.append(saver.wait)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
