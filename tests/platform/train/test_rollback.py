@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lt2 import parallel
+from lt2.guard import _local
 from lt2.loss import next_token_objective
 from lt2.model import Block, LoopedLM, build
-from lt2.optim import adamw, warmup_cosine
+from lt2.optim import adamw, param_groups, warmup_cosine
 from lt2.training import Batch, NonFiniteLossError, TrainState, train
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.results import ResultsStore
@@ -178,16 +180,16 @@ def test_a_bad_weight_is_named_and_no_update_is_made(parameter, place, loop, lay
     )
 
 
-def diverge(model, objective=None, log_every=100):
+def diverge(model, objective=None, log_every=100, optimizer=None, sharding=None):
     """A NaN that must stop the run one step after it at the latest, although nothing is due for a long time."""
     tokens = torch.arange(26).view(2, 13) % 23
     tokens[0, 0] = 0  # the embedding row that is spoiled
     config = train_config(steps=50, global_batch_size=2, log_every=log_every)
     batches = (Batch(tokens=tokens.clone()) for _ in range(3))
     schedule = warmup_cosine(lr=1e-3, steps=50)
-    objective = objective or next_token_objective()
+    objective, optimizer = objective or next_token_objective(), optimizer or adamw(model, lr=1e-3)
     with pytest.raises(NonFiniteLossError) as raised:
-        train(model, objective, batches, adamw(model, lr=1e-3), schedule, config, TrainState())
+        train(model, objective, batches, optimizer, schedule, config, TrainState(), sharding=sharding)
     return raised.value
 
 
@@ -216,20 +218,35 @@ def test_a_fault_that_does_not_repeat_is_called_that(monkeypatch):
     assert "repeated, is finite" in str(error)
 
 
-def test_what_was_learned_before_a_bad_step_is_untouched_by_the_steps_after_it():
-    """The host hears of a bad step late; the device must not have gone on updating until then."""
+def rank_freezes(fused):
+    """The weights (this rank's shards) after a bad second step and a good third one, and before them."""
     calls, seen = [], []
 
     def objective(model, batch):
         loss, n, metrics = next_token_objective()(model, batch)
         if torch.is_grad_enabled():
             calls.append(1)
-            seen.append(copy.deepcopy(model.state_dict()))
+            seen.append([_local(p.detach()).clone() for p in net.parameters()])
         return (loss * math.nan if len(calls) == 2 else loss), n, metrics
 
-    model = build(model_config(), seed=0)
-    error = diverge(model, objective)
-    assert error.step == 2
-    assert len(calls) == 3
-    assert all(torch.equal(value, seen[1][name]) for name, value in model.state_dict().items())
-    assert not all(torch.equal(value, seen[0][name]) for name, value in model.state_dict().items())
+    net = build(model_config(), seed=0)
+    mesh = parallel.data_mesh("cpu")
+    sharding = parallel.shard(net, mesh) if mesh is not None else None
+    optimizer = torch.optim.AdamW(param_groups(net.named_parameters(), weight_decay=0.1), lr=1e-3, fused=fused)
+    error = diverge(net, objective, optimizer=optimizer, sharding=sharding)
+    steps = {int(state["step"]) for state in optimizer.state.values()}
+    return error.step, len(calls), steps, [[_local(p.detach()) for p in net.parameters()], *seen]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fused", [False, True])  # GPUs use the fused kernel, which skips a step without the host
+def test_what_was_learned_before_a_bad_step_is_untouched_by_the_steps_after_it(fused, ranks):
+    """The host hears of a bad step late; the device must not have gone on updating until then."""
+    for step, calls, steps, (final, first, second, _) in (
+        [rank_freezes(fused)] if ranks == 1 else run_ranks(rank_freezes, ranks, fused)
+    ):
+        assert (step, calls, steps) == (2, 3, {1})
+        if ranks == 1:  # sharded blocks are gathered while the objective runs
+            assert all(torch.equal(now, then) for now, then in zip(final, second))
+            assert not all(torch.equal(now, then) for now, then in zip(final, first))
+        assert all(value.isfinite().all() for value in final)
