@@ -64,6 +64,30 @@ def training_flops(config: ModelConfig, seq_len: int) -> float:
     return 3.0 * forward_flops(config, seq_len)
 
 
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Dense bf16 FLOP/s of a card by a part of its name, from NVIDIA's data sheets; the first that fits counts."""
+
+
+def peak_flops(card: str) -> float | None:
+    """Dense bf16 FLOP/s of the card that calls itself so (torch.cuda.get_device_name); None if it is not known."""
+    words = card.split()
+    return next((peak for name, peak in PEAK_FLOPS.items() if _named(name.split(), words)), None)
+
+
+def _named(name: list[str], words: list[str]) -> bool:
+    # "A100-SXM4-80GB" is one word, and an L40 is no L4.
+    return all(any(word == part or word.startswith(part + "-") for word in words) for part in name)
+
+
 def cache_bytes(config: ModelConfig, max_len: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
     """Bytes that `model.init_cache(batch, max_len)` holds over all (loop, layer)."""
     return batch * sum(sum(layer.values()) for loop in cache_table(config, max_len, dtype) for layer in loop)

@@ -27,6 +27,7 @@ from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint
+from lt2_platform.train.observe import Observer
 from lt2_platform.train.preemption import on_sigterm
 from lt2_platform.train.rollback import Rollbacks
 from lt2_platform.train.saving import Saver
@@ -126,7 +127,8 @@ def _train(
         validation_losses=lambda: evaluator.last,
         flush=logger.writer.flush if logger else lambda: None,
     )
-    ours = [each for each in (logger, evaluator, saver) if each is not None]
+    observer = Observer.build(model, config, dataset.seq_len, device)
+    ours = [each for each in (observer, logger, evaluator, saver) if each is not None]
     schedule = warmup_cosine(
         lr=config.lr, steps=config.steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio
     )
