@@ -27,6 +27,7 @@ class Head:
     address: str
     folder: Path
     token: Path
+    metrics: str
 
     def client_environment(self, **more: str) -> dict[str, str]:
         """What a user on another machine has: the token, nothing of this repository on any path."""
@@ -59,14 +60,15 @@ def ray_cluster(num_cpus: int = 2) -> Iterator[Head]:
     command += [f"--temp-dir={folder / 'r'}", f"--node-ip-address={LOOPBACK}", f"--num-cpus={num_cpus}"]
     command += ["--include-dashboard=true", "--object-store-memory=100000000"]
     command += [f"--{name}={port}" for name, port in ports.items()]
-    environment = Head("", folder, token).client_environment()
+    url = f"http://{LOOPBACK}:{ports['metrics-export-port']}/metrics"
+    cluster = Head(f"http://{LOOPBACK}:{ports['dashboard-port']}", folder, token, url)
+    environment = cluster.client_environment(RAY_metrics_report_interval_ms="1000")
     with open(folder / "start.log", "wb") as log:
         # In a folder of its own: no process of it shall find the repository by where it started.
         head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
-    address = f"http://{LOOPBACK}:{ports['dashboard-port']}"
     try:
-        _wait_until_up(address, token, head, folder)
-        yield Head(address, folder, token)
+        _wait_until_up(cluster.address, token, head, folder)
+        yield cluster
     finally:
         _end(head)
         shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,8 @@ from typing import Literal
 import ray
 
 import lt2_workflows
+from lt2.training import TrainState
+from lt2_platform.train.live_metrics import GAUGES, LiveMetrics
 from lt2_workflows.graph import StepConfig, Workflow, step_type
 from lt2_workflows.local_ray import join_ray
 
@@ -25,6 +27,8 @@ class RemoteStep(StepConfig):
 @ray.remote(num_cpus=0.5)
 def work(trace: str, pause_s: float) -> str:
     Path(trace, "worker").write_text(str(os.getpid()))
+    live = LiveMetrics("a-run")  # as rank 0 of training publishes its own
+    live.on_step(TrainState(step=7), dict.fromkeys(GAUGES, 0.5))
     deadline = time.monotonic() + pause_s
     while time.monotonic() < deadline and not Path(trace, "go").exists():
         time.sleep(0.05)
@@ -37,7 +41,10 @@ def work(trace: str, pause_s: float) -> str:
 def remote(config: RemoteStep, context) -> dict[str, str]:
     join_ray()
     Path(config.trace, "attempt").write_text(str(os.getpid()))
-    worker = ray.get(work.remote(config.trace, config.pause_s))
+    task = work.remote(config.trace, config.pause_s)
+    while not ray.wait([task], timeout=0.5)[0]:
+        context.progress({"step": 1, "steps": 4})
+    worker = ray.get(task)
     if config.code is not None:
         raise ValueError(f"asked to fail with {config.code}")
     return {"attempt": lt2_workflows.__file__, "worker": worker}

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lt2.config import ConfigError, load_source
 from lt2_workflows.graph import STEP_TYPES, Ref, Step, Workflow
+from lt2_workflows.live_metrics import publish_progress
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.local_ray import leave_ray
 from lt2_workflows.provenance import provenance
@@ -112,9 +113,11 @@ def run_attempt(
     emit({"event": "started", "attempt": number})
     lease.on_beat = save_log = _capture_output(storage, f"{folder}/log")
 
-    code, error, result = _work(
-        StepContext(storage, workflow, step, lambda values: emit({"event": "progress", "values": values}))
-    )
+    def progress(values: dict[str, Any]) -> None:
+        emit({"event": "progress", "values": values})
+        publish_progress(workflow.id, name, values)
+
+    code, error, result = _work(StepContext(storage, workflow, step, progress))
 
     # From here on nothing may interrupt, and no thread of ours may touch the records behind our back.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows import evaluate_commands, model_commands, remote_commands
+from lt2_workflows import cluster_commands, evaluate_commands, model_commands, remote_commands
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -52,6 +52,7 @@ app.command("compare")(evaluate_commands.compare)
 app.command("paper-table")(evaluate_commands.paper_table)
 for remote in (remote_commands.submit, remote_commands.resume, remote_commands.logs, remote_commands.cancel):
     app.command()(remote)
+app.add_typer(cluster_commands.cluster, name="cluster")
 
 
 class Terminated(KeyboardInterrupt):

@@ -24,6 +24,7 @@ from lt2_platform.data.spread import some_ray
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.config import PretrainConfig
+from lt2_platform.train.live_metrics import LiveMetrics
 from lt2_platform.train.preemption import ray_notice
 from lt2_platform.train.run_folder import close_run, open_run, summary
 from lt2_platform.train.worker import PROGRESS, WorkerSpec
@@ -112,7 +113,9 @@ def _fit(
 def _work(spec: dict[str, Any]) -> dict[str, Any]:
     """On each worker. Errors that a retry cannot cure are returned: Ray would spend its retries on raised ones."""
     try:
-        return {"error": None, "summary": worker.run(WorkerSpec(**spec), report=report_to_ray, stop=ray_notice())}
+        live = [LiveMetrics(spec["run_id"])] if ray.train.get_context().get_world_rank() == 0 else []
+        summary = worker.run(WorkerSpec(**spec), report=report_to_ray, callbacks=live, stop=ray_notice())
+        return {"error": None, "summary": summary}
     except ConfigError as error:
         return {"error": "config", "message": str(error)}
     except NonFiniteLossError as error:
