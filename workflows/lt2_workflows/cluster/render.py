@@ -16,10 +16,14 @@ NOTE = "Made by `lt2 cluster render`: change settings.yaml and render again."
 
 DOCKERFILE = """\
 # {note}
-# docker build -f {{path of this file}} -t {image} {{repository}}
+# In the repository: docker build -f platform/clusters/Dockerfile -t {image} .
 FROM {base_image}
 WORKDIR /opt/lt2
-COPY --chown=ray . .
+COPY --chown=ray pyproject.toml README.md LICENSE ./
+COPY --chown=ray lt2 lt2
+COPY --chown=ray platform/lt2_platform platform/lt2_platform
+COPY --chown=ray workflows/lt2_workflows workflows/lt2_workflows
+COPY --chown=ray dashboards/lt2_dashboards dashboards/lt2_dashboards
 # flash-attn and fla build against the torch they find; constraints.txt is for CPU machines.
 RUN {python} -m pip install --no-cache-dir . && \\
     {python} -m pip install --no-cache-dir --no-build-isolation '.[cuda]' && \\
