@@ -2,7 +2,8 @@
 
 python benchmarks/data.py [--quick] [--tokenizer FILE] [--json FILE]. The corpus is the standard library's text in
 parquet, the tokenizer a byte-level BPE trained on it (or FILE, a tokenizer.json or *.tiktoken). Work per core is in
-tokens per CPU second, which a busy machine changes less than wall time; what runs on Ray is in tokens per second.
+tokens per CPU second, which a busy machine changes less than wall time; what runs on Ray is in tokens per second,
+and at --quick's size mostly start-up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STEP_S = 0.02
 
 
 def write_corpus(path: Path, size: int) -> None:
-    """About `size` characters of the standard library as documents of 3,000 characters, in row groups of 1,000."""
+    """About `size` characters of the standard library as documents of 3,000 characters, in row groups of 500."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -33,7 +34,7 @@ def write_corpus(path: Path, size: int) -> None:
     text = "".join(Path(file.path).read_text(errors="replace") for file in find_files("python-stdlib"))
     text = (text * (size // len(text) + 1))[:size]
     documents = [text[at : at + 3000] for at in range(0, size, 3000)]
-    pq.write_table(pa.table({"id": range(len(documents)), "text": documents}), path, row_group_size=1000)
+    pq.write_table(pa.table({"id": range(len(documents)), "text": documents}), path, row_group_size=500)
 
 
 def train_tokenizer(path: Path, corpus: Path) -> None:

@@ -27,7 +27,8 @@ from lt2_platform.storage import Storage
 WINDOW_BLOCKS = 64  # sequences are shuffled among 64 blocks of 64, which themselves come from anywhere in the corpus
 CACHE_BYTES = 512 * 2**20
 OPEN_FILES = 128
-_DTYPES = {"tokens": np.int64, "doc_ids": np.int32, "loss_mask": np.bool_}
+_DTYPES = {"tokens": np.int64, "doc_ids": np.int32, "loss_mask": np.bool_}  # as handed out
+_BYTES = {"tokens": 4, "doc_ids": 4, "loss_mask": 1}  # as cached
 
 
 def order(seed: int, epoch: int, n: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -117,7 +118,7 @@ class PackedDataset:
         self._firsts = np.cumsum([0, *(file["sequences"] for file in files)])
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
         self._groups: OrderedDict[tuple[int, int], dict[str, np.ndarray]] = OrderedDict()
-        group_bytes = ROW_GROUP * (self.seq_len + 1) * 8
+        group_bytes = ROW_GROUP * (self.seq_len + 1) * sum(_BYTES[name] for name in self.columns)
         self._max_groups = max(1, cache_bytes // group_bytes)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:

@@ -80,17 +80,21 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return _load("byte" if spec == "byte" else absolute(spec), spec)
 
 
-@functools.lru_cache(maxsize=4)  # a worker process loads a tokenizer once, not once per block
+@functools.lru_cache(maxsize=4)  # a worker process reads a tokenizer once, not once per unit
 def _load(location: str, spec: str) -> Tokenizer:
     if location == "byte":
         return ByteTokenizer()
     if not location.endswith((".tiktoken", ".json")):
         raise ConfigError(f"unknown tokenizer '{spec}'; use byte, or a path to a tokenizer.json or a *.tiktoken file")
-    content = _read(location, spec)
-    name = location.rsplit("/", 1)[-1]
+    content, name = _read(location, spec), location.rsplit("/", 1)[-1]
     if location.endswith(".tiktoken"):
-        return Llama3Tokenizer(name, content, spec)
+        return _llama3(name, content)
     return HubTokenizer(name, content, _neighbour(location, "tokenizer_config.json"), spec)
+
+
+@functools.lru_cache(maxsize=2)  # building it takes a third of a second, and every dataset has its own copy of the file
+def _llama3(name: str, content: bytes) -> Tokenizer:
+    return Llama3Tokenizer(name, content)
 
 
 def _read(location: str, spec: str) -> bytes:
@@ -128,10 +132,10 @@ class ByteTokenizer:
 class Llama3Tokenizer:
     """Llama 3's byte-pair encoding: 128,000 ranks, then 256 specials (bos 128000, eos 128001)."""
 
-    def __init__(self, name: str, content: bytes, spec: str):
+    def __init__(self, name: str, content: bytes):
         import tiktoken
 
-        ranks = _parse_ranks(content, spec)
+        ranks = _parse_ranks(content, name)
         specials = {token: LLAMA3_RANKS + index for index, token in enumerate(LLAMA3_SPECIALS)}
         self.name = name
         self.sha256 = hashlib.sha256(b"".join(base64.b64encode(token) + b"\n" for token in ranks)).hexdigest()

@@ -138,6 +138,31 @@ def test_change_of_ranks_and_batch_size_repeats_and_skips_nothing(dataset_path):
     assert sorted(seen[:n]) == list(range(n))
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 4), (4, 3), (8, 5)])
+def test_every_id_once_per_epoch_after_a_crash_anywhere(dataset_path, before, after):
+    """Three epochs of checkpoints, crashes some steps later, and resumes with another number of workers."""
+    n = PackedDataset(dataset_path).n_sequences
+    size, learned, position, workers = 8, [], 0, before
+    while position < 3 * n:
+        ranks = [
+            PackedDataset(dataset_path).batches(
+                position=position, global_batch_size=size, rank=rank, world_size=workers, seed=9, prefetch=1
+            )
+            for rank in range(workers)
+        ]
+        saved, lost = 23, 6  # steps up to the checkpoint, and those after it that the crash undoes
+        for step in range(saved + lost):
+            ids = np.concatenate([next(rank)["ids"] for rank in ranks]).tolist()
+            learned += ids if step < saved else []
+        for rank in ranks:
+            rank.close()
+        position += saved * size
+        workers = after if workers == before else before
+    for epoch in range(3):
+        assert sorted(learned[epoch * n : (epoch + 1) * n]) == list(range(n))
+    assert learned[:n] != learned[n : 2 * n]
+
+
 def test_reads_s3(dataset_path, s3_root, tmp_path):
     from lt2_platform.storage import Storage
 
