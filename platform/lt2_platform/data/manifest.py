@@ -63,7 +63,7 @@ def describe_sources(
     ]
 
 
-def refuse_empty(records: Sequence[dict[str, Any]], files: Sequence[SourceFile]) -> None:
+def refuse_empty(records: Sequence[dict[str, Any]], files: Sequence[SourceFile], source: Paths | SourceConfig) -> None:
     """Raise ConfigError, with the reasons, when there is no document at all."""
     if any(sum(record["documents"].values()) for record in records):
         return
@@ -75,5 +75,9 @@ def refuse_empty(records: Sequence[dict[str, Any]], files: Sequence[SourceFile])
     listed = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(reasons.items()))
     raise ConfigError(
         f"no usable row in {described} ({listed}), the first being row {fault['row']} of {fault['source']}; "
-        "check prepare.format and prepare.text_column"
+        + (
+            "check the source's type"
+            if isinstance(source, SourceConfig)
+            else "check prepare.format and prepare.text_column"
+        )
     )

@@ -139,7 +139,7 @@ def _build(
 
     chosen = job(holdout_threshold(config.validation_fraction))
     records = _tokenize(work, chosen, parallelism)
-    refuse_empty(records, files)
+    refuse_empty(records, files, config.source)
     lowest = min(record["lowest"] for record in records if record["lowest"] is not None)
     highest = max(record["highest"] for record in records if record["highest"] is not None)
     forced = forced_threshold(chosen.threshold, lowest, highest)

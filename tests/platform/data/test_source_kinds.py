@@ -194,6 +194,12 @@ def test_files_of_another_schema(tmp_path, source, message):
     assert message.replace("{}", str(tmp_path)) in str(error.value)
 
 
+def test_a_source_without_a_usable_row(tmp_path, no_ray):
+    (tmp_path / "x.jsonl").write_text('{"text": null}\n')
+    with pytest.raises(ConfigError, match=r"no usable row in .*\(null text: 1\).*; check the source's type$"):
+        prepare(PrepareConfig(source={"type": "dclm", "path": f"{tmp_path}/x.jsonl"}), str(tmp_path / "out"))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
