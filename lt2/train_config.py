@@ -27,6 +27,7 @@ class TrainConfig(Config):
     z_loss: float = Field(default=0.0, ge=0)
     document_mask: bool = False
     seed: int = 0
+    init_seed: int | None = None  # of the weights; None: seed
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     activation_checkpoint: bool = False
     compile: bool = False

@@ -123,7 +123,7 @@ def test_results_of_an_empty_store(tmp_path):
 def test_generate_without_a_checkpoint(tmp_path):
     done = lt2("generate", "no-such-run", "text", "--storage", str(tmp_path))
     assert done.returncode == 2
-    assert "no complete checkpoint" in done.stderr
+    assert "no checkpoint, run or workflow 'no-such-run'" in done.stderr
 
 
 def test_plan_shows_what_would_run_and_writes_nothing(tmp_path):

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_workflows.loading import load_workflow, shipped_recipes
 from lt2_workflows.plan import describe_plan
+from lt2_workflows.recipes.models import ROWS
 
 
 def test_quickstart_is_shipped():
@@ -48,3 +50,25 @@ def test_the_models_vocabulary_follows_the_tokenizer(tmp_path):
 def parameters(plan: str) -> float:
     text = next(line for line in plan.splitlines() if "parameters" in line).split()[0]
     return float(text[:-1]) * {"k": 1e3, "M": 1e6}[text[-1]]
+
+
+@pytest.mark.parametrize("row", sorted(ROWS))
+def test_every_row_of_the_main_table_plans_at_its_scale(row, tmp_path):
+    plan = describe_plan(load_workflow(f"pretrain_06b:{row}"), Storage(str(tmp_path)))
+    line = next(line for line in plan.splitlines() if "parameters" in line)
+    assert "255,000 steps, 100.3B tokens" in line or "255,000 steps, 100B tokens" in line, line
+
+
+def test_the_papers_hyper_parameters():
+    train = load_workflow("pretrain_13b:gdn+dsa").configs["pretrain"].train
+    assert (train.lr, train.warmup_steps, train.weight_decay, train.betas) == (3e-4, 10_000, 0.1, (0.9, 0.95))
+    assert (train.seed, train.init_seed, train.min_lr_ratio, train.grad_clip) == (777, 42, 1e-6, 1.0)
+    assert not train.compile  # DSA's selection breaks graphs
+    assert load_workflow("pretrain_06b").configs["pretrain"].train.lr == 1.5e-4
+
+
+def test_a_recipes_argument_is_checked():
+    with pytest.raises(ConfigError, match="unknown row 'gnd' of the main table"):
+        load_workflow("pretrain_06b:gnd")
+    with pytest.raises(ConfigError, match="quickstart takes no argument"):
+        load_workflow("quickstart:gdn")

@@ -27,7 +27,10 @@ app = typer.Typer(
 
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="RECIPE", help="A shipped recipe, path/to/file.py:function, or a recorded dag.json / YAML."),
+    typer.Argument(
+        metavar="RECIPE",
+        help="A shipped recipe (perhaps recipe:argument), file.py:function, or a recorded dag.json / YAML.",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

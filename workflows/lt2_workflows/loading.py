@@ -13,6 +13,7 @@ import json
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,10 @@ RECORD_SUFFIXES = {".yaml", ".yml", ".json"}
 
 
 def load_workflow(recipe: str, overrides: Sequence[str] = ()) -> Workflow:
-    """The workflow that RECIPE and its `--set key=value` overrides describe. Raises ConfigError for any mistake."""
+    """The workflow that RECIPE and its `--set key=value` overrides describe. Raises ConfigError for any mistake.
+
+    A shipped recipe may take one argument, as in pretrain_13b:gdn+dsa.
+    """
     lines: dict[tuple[str, ...], int] = {}
     path, _, function = recipe.rpartition(":")
     if Path(recipe).suffix in RECORD_SUFFIXES:
@@ -142,13 +146,18 @@ def _enter(here: Any, part: str, key: str, parent: str) -> Any:
     raise ConfigError(f"--set {key}: {parent} is {here!r}, which has no keys")
 
 
-def _shipped(name: str) -> Callable[[], Workflow]:
+def _shipped(recipe: str) -> Callable[[], Workflow]:
+    name, _, argument = recipe.partition(":")
     recipes = shipped_recipes()
     if name not in recipes:
         raise ConfigError(
             f"unknown recipe {name!r}{_nearest(name, recipes)}; see `lt2 recipes`, or give file.py:function"
         )
-    return recipes[name]
+    if not argument:
+        return recipes[name]
+    if not inspect.signature(recipes[name]).parameters:
+        raise ConfigError(f"recipe {name} takes no argument, so {recipe!r} means nothing; use --set")
+    return partial(recipes[name], argument)
 
 
 def _function_in_file(path: str, function: str) -> Callable[[], Workflow]:

@@ -116,7 +116,7 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
     """Parameters, tokens and FLOPs, from the data if it is there, else from its tokenizer."""
     from lt2.accounting import summarize
 
-    manifest = _manifest(config.data, context)
+    manifest = _manifest(config.data, context, vocab_size=config.model.vocab_size)
     seq_len = manifest["seq_len"]
     cost = summarize(resolve_model(config.model, manifest, "the data"), seq_len)
     tokens = config.train.steps * config.train.global_batch_size * seq_len
@@ -257,13 +257,17 @@ def _row(metric: str, value: float, unit: str, note: str) -> dict[str, Any]:
     return {"metric": metric, "value": value, "unit": unit, "note": note}
 
 
-def _manifest(data: DatasetRef | str, context: StepContext) -> dict[str, Any]:
-    """The dataset's manifest; before it is prepared, the part of it that its step's config determines."""
+def _manifest(data: DatasetRef | str, context: StepContext, *, vocab_size: int | None) -> dict[str, Any]:
+    """The dataset's manifest; before it is prepared, the part of it that its step's config determines.
+
+    A model that gives its own vocab_size can be planned where the tokenizer's file is not.
+    """
     from lt2_platform.data.stream import load_manifest
 
     source = context.workflow.configs[data.step] if isinstance(data, Ref) else None
     if source is None or context.storage.exists(context.storage.relative(context.path(data)) + "/manifest.json"):
         return load_manifest(context.path(data))
     assert isinstance(source, PrepareStep)
-    tokenizer = load_tokenizer(source.tokenizer)
-    return {"seq_len": source.seq_len, "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}}
+    if vocab_size is None:
+        vocab_size = load_tokenizer(source.tokenizer).vocab_size
+    return {"seq_len": source.seq_len, "tokenizer": {"name": source.tokenizer, "vocab_size": vocab_size}}

@@ -165,7 +165,7 @@ def _device() -> torch.device:
 def _build_model(
     model_config: ModelConfig, config: TrainConfig, device: torch.device
 ) -> tuple[LoopedLM, parallel.Sharding | None]:
-    model = build(model_config, seed=config.seed, device=device)
+    model = build(model_config, seed=config.seed if config.init_seed is None else config.init_seed, device=device)
     parallel.wrap_blocks(model, activation_checkpoint=config.activation_checkpoint, compile=config.compile)
     mesh = parallel.data_mesh(device.type)
     if mesh is None:

@@ -1,0 +1,80 @@
+"""The paper's pretraining runs: any row of its main table at 0.6B or 1.3B, on FineWeb-Edu.
+
+`lt2 plan pretrain_13b:gdn+dsa --set prepare.source=… --set prepare.tokenizer=…` names the row after the recipe (see
+ROWS in models.py; full+gdn if left out). Hyper-parameters are those of the paper's appendix on pretraining: 255,000
+steps of 96 sequences of 4,096 tokens (100B in all), AdamW (0.9, 0.95), weight decay 0.1, clip 1.0, cosine to 1e-6 of
+the peak, seeds 777 (trainer) and 42 (weights).
+"""
+
+from __future__ import annotations
+
+from lt2.train_config import TrainConfig
+from lt2_platform.evaluate.config import PerplexityConfig, ThroughputConfig
+from lt2_platform.train.config import PretrainModel
+from lt2_workflows.graph import Workflow
+from lt2_workflows.recipes.models import ROWS, Scale, paper_model
+from lt2_workflows.steps import (
+    CheckpointRef,
+    DatasetRef,
+    EvaluateStep,
+    EvaluationRef,
+    PrepareStep,
+    PretrainStep,
+    ReportStep,
+    TrainResources,
+)
+
+SEQ_LEN = 4096
+
+
+def pretrain_06b(row: str = "full+gdn") -> Workflow:
+    """A row of the paper's main table at 0.6B, 100B tokens of FineWeb-Edu, e.g. pretrain_06b:gdn."""
+    return pretrain(row, "0.6b", lr=1.5e-4, warmup_steps=5_000)
+
+
+def pretrain_13b(row: str = "full+gdn") -> Workflow:
+    """A row of the paper's main table at 1.3B, 100B tokens of FineWeb-Edu, e.g. pretrain_13b:gdn+dsa."""
+    return pretrain(row, "1.3b", lr=3e-4, warmup_steps=10_000)
+
+
+def pretrain(row: str, scale: Scale, *, lr: float, warmup_steps: int):
+    data, training = DatasetRef(step="prepare"), CheckpointRef(step="pretrain")
+    model = paper_model(row, scale, seq_len=SEQ_LEN)
+    return Workflow(
+        f"pretrain_{scale.replace('.', '')}",
+        {
+            "prepare": PrepareStep(
+                source="fineweb-edu", tokenizer="llama3.tiktoken", seq_len=SEQ_LEN, validation_fraction=0.001
+            ),
+            "pretrain": PretrainStep(
+                data=data,
+                model=PretrainModel.model_validate(model.model_dump()),
+                train=TrainConfig(
+                    steps=255_000,
+                    global_batch_size=96,
+                    micro_batch_size=4,
+                    lr=lr,
+                    min_lr_ratio=1e-6,
+                    warmup_steps=warmup_steps,
+                    seed=777,
+                    init_seed=42,
+                    compile="dsa" not in ROWS[row].mixers,
+                    activation_checkpoint=True,
+                    checkpoint_every=1_000,
+                    eval_every=5_000,
+                ),
+                resources=TrainResources(num_workers=8, use_gpu=True),
+            ),
+            "evaluate": EvaluateStep(
+                checkpoint=training,
+                data=data,
+                tasks=(PerplexityConfig(batch_size=4), ThroughputConfig(context=SEQ_LEN)),
+            ),
+            "report": ReportStep(
+                title=f"{ROWS[row].title}, {scale.upper()}",
+                data=data,
+                training=training,
+                evaluation=EvaluationRef(step="evaluate"),
+            ),
+        },
+    )
