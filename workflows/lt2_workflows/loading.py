@@ -43,7 +43,7 @@ def load_workflow(recipe: str, overrides: Sequence[str] = ()) -> Workflow:
     return workflow_from_record(record, source=recipe, lines=lines)
 
 
-def shipped_recipes() -> dict[str, Callable[[], Workflow]]:
+def shipped_recipes() -> dict[str, Callable[..., Workflow]]:
     """Every function in lt2_workflows.recipes that is annotated to return a Workflow, by name."""
     from lt2_workflows import recipes
 

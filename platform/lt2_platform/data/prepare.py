@@ -1,4 +1,4 @@
-"""Text in, packed and tokenised shards out: the `prepare` step, on Ray tasks.
+"""Text in, packed and tokenised shards out: the `prepare` step, on Ray Data.
 
 Two passes over units that depend on the input alone. First every unit of input is tokenised into a staged stream of
 marked tokens per split; then, when all lengths are known, every shard is cut out of the concatenation of those streams.

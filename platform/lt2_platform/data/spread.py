@@ -1,16 +1,15 @@
-"""Independent work items over whatever Ray there is."""
+"""Independent work items over whatever Ray there is, through Ray Data's executor."""
 
 from __future__ import annotations
 
-import itertools
+import functools
+import logging
 import os
+import pickle
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-RETRIES = 5
-IN_FLIGHT = 1024  # enough for any cluster, few enough to wait on
-CANCEL_S = 30.0
 
 
 @contextmanager
@@ -35,28 +34,50 @@ def some_ray(num_cpus: int | None) -> Iterator[None]:
 def spread(function: Callable[[Any, Any], Any], items: Sequence[Any], shared: Any, limit: int | None) -> Iterator[Any]:
     """function(item, shared) for every item, one CPU and one task each, at most `limit` at a time; as they finish.
 
-    Plain tasks: on tasks of a fifth of a second Ray Data's executor kept one of two CPUs busy most of the time, and a
-    pool of actors holds its CPUs while idle. Only descriptions and results pass through Ray; the functions read and
-    write storage themselves. A task whose worker dies runs again.
+    Tasks, not actors: a pool of actors holds its CPUs while idle and starves whatever feeds it. Only descriptions and
+    results pass through Ray; the functions read and write storage themselves. A task whose worker dies runs again; an
+    exception of the function is raised here, and no task runs on after it.
     """
-    import ray
+    import ray.cloudpickle
+    import ray.data
 
-    task = ray.remote(num_cpus=1, max_retries=RETRIES)(_call)
-    call = ray.put((function, shared))
-    waiting = iter(items)
-    running = [task.remote(call, item) for item in itertools.islice(waiting, limit or IN_FLIGHT)]
+    if not items:
+        return
+    with _quiet():
+        rows = [{"item": pickle.dumps(item)} for item in items]
+        data = ray.data.from_items(rows, override_num_blocks=len(rows))
+        data.context.enable_progress_bars = False
+        # The reservation keeps half of the CPUs for other operators. There is one, and on a small machine it would run
+        # its tasks one at a time: two tasks overlapped 0 % of the time with it on two CPUs, 96 % without.
+        data.context.op_resource_reservation_enabled = False
+        compute = ray.data.TaskPoolStrategy(size=min(limit or len(rows), len(rows)))
+        results = data.map(
+            functools.partial(_call, ray.cloudpickle.dumps((function, shared))), num_cpus=1, compute=compute
+        )
+        for row in results.iter_rows():
+            failure, result = pickle.loads(row["result"])
+            if failure is not None:
+                raise failure
+            yield result
+
+
+def _call(call: bytes, row: dict[str, Any]) -> dict[str, Any]:
+    """A failure travels as a value: as an exception it would come back wrapped, its type lost in a text."""
+    function, shared = pickle.loads(call)
     try:
-        while running:
-            (done,), running = ray.wait(running)
-            running += [task.remote(call, item) for item in itertools.islice(waiting, 1)]
-            yield ray.get(done)
-    finally:  # an error, or nobody listens any more: no task may write after this
-        for each in running:
-            ray.cancel(each)
-        if running:
-            ray.wait(running, num_returns=len(running), timeout=CANCEL_S)
+        outcome = (None, function(pickle.loads(row["item"]), shared))
+    except Exception as error:
+        error.add_note("".join(traceback.format_exception(error)))
+        outcome = (error, None)
+    return {"result": pickle.dumps(outcome)}
 
 
-def _call(call: tuple[Callable[[Any, Any], Any], Any], item: Any) -> Any:
-    function, shared = call
-    return function(item, shared)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    log = logging.getLogger("ray.data")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

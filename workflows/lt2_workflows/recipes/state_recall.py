@@ -43,8 +43,8 @@ ARCHITECTURES: dict[str, Layout] = {
 def state_recall() -> Workflow:
     """State-based recall on two cores, small: full attention and Full + GDN (untuned; see LOG.md before trusting it).
 
-    Measured once: after 600 of its 4,000 steps (5.5 minutes on a busy machine) neither architecture was above 0.84, what
-    guessing reaches, so whether it solves a stage in its budget is not known.
+    Measured once: after 600 of its 4,000 steps (5.5 minutes on a busy machine) neither architecture was above 0.84,
+    what guessing reaches, so whether it solves a stage in its budget is not known.
     """
     small = {"n_layers": 2, "dim": 64, "num_heads": 2, "n_loops": 2, "stages": (8, 16)}
     quick = {"max_steps": 4000, "eval_every": 100, "eval_examples": 128, "lr": 2e-3, "warmup_steps": 100}
