@@ -39,7 +39,7 @@ def spread(function: Callable[[Any, Any], Any], items: Sequence[Any], shared: An
     exception of the function is raised here, and no task runs on after it.
     """
     import ray.data
-    from ray.cloudpickle import dumps  # pyright: ignore[reportPrivateImportUsage]
+    from ray import cloudpickle
 
     if not items:
         return
@@ -51,7 +51,8 @@ def spread(function: Callable[[Any, Any], Any], items: Sequence[Any], shared: An
         # its tasks one at a time: two tasks overlapped 0 % of the time with it on two CPUs, 96 % without.
         data.context.op_resource_reservation_enabled = False
         compute = ray.data.TaskPoolStrategy(size=min(limit or len(rows), len(rows)))
-        results = data.map(functools.partial(_call, dumps((function, shared))), num_cpus=1, compute=compute)
+        call = cloudpickle.dumps((function, shared))  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        results = data.map(functools.partial(_call, call), num_cpus=1, compute=compute)
         for row in results.iter_rows():
             failure, result = pickle.loads(row["result"])
             if failure is not None:
