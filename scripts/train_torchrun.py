@@ -70,4 +70,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # Not sys.exit: gloo's C++ threads now and then abort a process that has done all its work, and torchrun would call
+    # a finished run failed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
