@@ -44,7 +44,7 @@ def gated_delta_rule(
         o, state = fla_kernels.gated_delta_rule(q, k, v, g, beta, scale, initial_state, reset)
     else:
         with torch.autocast(v.device.type, enabled=False):
-            o, state = _chunkwise(q, k, v, g, beta, scale, initial_state, reset)
+            o, state = chunking.in_spans(_chunkwise, (q, k, v, g, beta), scale, initial_state, reset)
     return o, state if output_final_state else None
 
 

@@ -41,7 +41,7 @@ def gated_linear_attention(
         o, state = fla_kernels.gated_linear_attention(q, k, v, g, scale, initial_state, reset)
     else:
         with torch.autocast(v.device.type, enabled=False):
-            o, state = _chunkwise(q, k, v, g, scale, initial_state, reset)
+            o, state = chunking.in_spans(_chunkwise, (q, k, v, g), scale, initial_state, reset)
     return o, state if output_final_state else None
 
 

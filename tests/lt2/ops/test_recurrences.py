@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lt2 import ops
+from lt2.ops import chunking
 
 OPS = ["linear", "delta"]
 DECAYS = [None, "scalar", "channel"]
@@ -30,6 +31,17 @@ def test_chunkwise_equals_the_oracle(recurrence, assert_same, op, decay, length)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_documents_equal_the_oracle(recurrence, assert_same, op, decay):
     case = recurrence(op, decay, 100, starts=STARTS)
+    ours, grads = case.gradients(lambda c: c.run())
+    expected, expected_grads = case.gradients(lambda c: c.oracle())
+    assert_same(ours, expected, 1e-13)
+    assert_same(grads, expected_grads, 1e-12)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_spans_equal_the_oracle(recurrence, assert_same, monkeypatch, op, decay):
+    """Long sequences go span by span; here three spans and a bit, with documents starting in and at the edge of one."""
+    monkeypatch.setattr(chunking, "SPAN", 64)
+    case = recurrence(op, decay, 200, starts=[(0, 5), (0, 64), (0, 70), (1, 128)])
     ours, grads = case.gradients(lambda c: c.run())
     expected, expected_grads = case.gradients(lambda c: c.oracle())
     assert_same(ours, expected, 1e-13)
