@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from lt2.accounting import cache_bytes
 from lt2.config import ConfigError, ModelConfig, UniformLayout, explain
 from lt2.model import LoopedLM, build
+from lt2.timing import repeat_seconds
 
 
 def bench_layers(
@@ -135,20 +135,7 @@ def decode_ms(model: LoopedLM, batch: int, seq_len: int, repeats: int, steps: in
 
 
 def median_ms(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    work()
-    times = []
-    for _ in range(repeats):
-        synchronise(device)
-        begin = time.perf_counter()
-        work()
-        synchronise(device)
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return 1e3 * statistics.median(repeat_seconds(work, device, warmups=1, repeats=repeats))
 
 
 def peak(device: torch.device, *, reset: bool) -> int | None:

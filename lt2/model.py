@@ -85,7 +85,9 @@ class LoopedLM(nn.Module):
         self.depth = config.n_loops  # loops of a pass that does not say; see `at_depth`
         self.schedule: Schedule = layout(config)
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config, specs) for specs in weights_per_layer(config))
+        specs_per_layer = weights_per_layer(config)
+        self.rope_dims = {size for specs in specs_per_layer for spec in specs for size in spec.rope_dims(config.dims)}
+        self.blocks = nn.ModuleList(Block(config, specs) for specs in specs_per_layer)
         self.rho = nn.Parameter(torch.zeros(config.n_loops, config.dim)) if config.loop_residual else None
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.halt = None if config.halting is None else nn.Linear(config.dim, 1)
@@ -193,8 +195,7 @@ class LoopedLM(nn.Module):
         else:
             seq = sequence.plain(L, input_ids.device)
         dims = self.config.dims
-        mixers = [spec for specs in weights_per_layer(self.config) for spec in specs]
-        for size in {size for spec in mixers for size in spec.rope_dims(dims)}:
+        for size in self.rope_dims:
             seq.rope[size] = sequence.rotary(seq.positions, size, dims.rope_theta)
         return seq
 

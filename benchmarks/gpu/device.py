@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
+
+from lt2.timing import repeat_seconds
 
 
 def device() -> torch.device:
@@ -19,22 +20,7 @@ def card() -> str:
 
 def seconds(work: Callable[[], object], *, warmups: int = 2, repeats: int = 5) -> float:
     """Median seconds of one call, by CUDA events on a GPU."""
-    for _ in range(warmups):
-        work()
-    times = []
-    for _ in range(repeats):
-        if torch.cuda.is_available():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            begin = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(repeat_seconds(work, device(), warmups=warmups, repeats=repeats))
 
 
 def matmul_flops(n: int) -> float:

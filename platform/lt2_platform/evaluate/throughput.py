@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import platform
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ import torch
 from lt2.accounting import forward_flops, parameters
 from lt2.decode import GreedyStep
 from lt2.model import LoopedLM
+from lt2.timing import repeat_seconds
 from lt2_platform.evaluate.config import ThroughputConfig
 from lt2_platform.evaluate.tasks import TaskContext
 from lt2_platform.storage import Storage
@@ -62,7 +61,7 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
         cache.clear()
         return model.logits(model(input_ids, cache=cache).hidden[:, -1]).argmax(-1)
 
-    prefill_times = timed(prefill, config, device)
+    prefill_times = repeat_seconds(prefill, device, warmups=config.warmups, repeats=config.repeats)
     token = prefill()
     step = GreedyStep(model, cache)
     step(token)
@@ -73,7 +72,7 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
         for _ in range(config.decode_steps):
             current = step(current)
 
-    decode_times = timed(decode, config, device)
+    decode_times = repeat_seconds(decode, device, warmups=config.warmups, repeats=config.repeats)
     counts = parameters(model.config)
     n_prefill = config.batch_size * config.context
     n_decode = config.batch_size * config.decode_steps
@@ -92,26 +91,6 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
         "torch": torch.__version__,
         "cuda_graphs": step.graph is not None,
     }
-
-
-def timed(work: Callable[[], object], config: ThroughputConfig, device: torch.device) -> list[float]:
-    """Seconds of each repeat, by CUDA events on a GPU."""
-    for _ in range(config.warmups):
-        work()
-    times = []
-    for _ in range(config.repeats):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            begin = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - begin)
-    return times
 
 
 def rate(tokens: int, times: list[float]) -> dict[str, float]:
