@@ -128,6 +128,27 @@ def test_strangers_are_told_how_to_enter(browser, site):
     context.close()
 
 
+def test_an_answer_that_broke_off_is_not_kept(page, site):
+    """A page left while its answer is read must not leave half of it behind for the next visit's 304."""
+    seen = page.evaluate("""async () => {
+        const { get } = await import("/static/api.js");
+        const real = window.fetch;
+        const answers = [];
+        for (const name of ["AbortError", "TypeError"]) {
+            window.fetch = async (...asked) => {
+                const answer = await real(...asked);
+                const json = () => Promise.reject(Object.assign(new Error(name), { name }));
+                return { status: answer.status, ok: answer.ok, headers: answer.headers, json };
+            };
+            answers.push(await get("/api/runs?broken").then(() => "kept", (error) => error.message));
+        }
+        window.fetch = real;
+        const { body, changed } = await get("/api/runs?broken");
+        return [...answers, changed, "error" in body];
+    }""")
+    assert seen == ["AbortError", "The server's answer broke off.", True, False]
+
+
 def test_runs_and_their_curves(page, site):
     drawn(page, 5)
     assert rows(page)[0] == "live-4"

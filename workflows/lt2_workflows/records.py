@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +195,7 @@ class Events:
     storage: Storage
     workflow_id: str
     lines: list[str] = field(default_factory=list)
-    driver: str = field(default_factory=lambda: f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}")
+    driver: str = field(default_factory=lambda: f"{datetime.now():%Y%m%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}")  # in order
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, event: dict[str, Any]) -> None:

@@ -15,8 +15,16 @@ export async function get(address, signal) {
   }
   if (response.status === 304) return { body: known.body, changed: false };
   if (response.status === 401) throw new ServerError("This session has ended. Open the address that `lt2 dashboard` printed.");
-  const body = await response.json().catch(() => ({ error: `The server answered ${response.status}.` }));
-  if (!response.ok) throw new ServerError(body.error ?? `The server answered ${response.status}.`);
+  if (!response.ok) {
+    const refusal = await response.json().catch(() => ({}));
+    throw new ServerError(refusal.error ?? `The server answered ${response.status}.`);
+  }
+  let body;
+  try {
+    body = await response.json();
+  } catch (error) { // the page was left, or the server stopped, while the answer was read: nothing of it is kept
+    throw error.name === "AbortError" ? error : new ServerError("The server's answer broke off.");
+  }
   const etag = response.headers.get("ETag");
   if (etag) {
     if (seen.size > 200) seen.delete(seen.keys().next().value);
