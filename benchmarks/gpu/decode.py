@@ -2,7 +2,7 @@
 
 The limit is the time to read the blocks' weights T times, the head once, and the caches (states also written) at the
 measured copy bandwidth. Caches are filled to the context by setting their lengths: a step's cost does not depend on
-their values.
+their values. All contexts share one cache of the largest that fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import ceilings, device, seconds
+from benchmarks.gpu.device import ceilings, device, quiet, seconds
 from benchmarks.gpu.models import model_config
 from lt2.accounting import cache_table
 from lt2.config import ModelConfig
@@ -26,6 +26,7 @@ def random_model(config: ModelConfig, *, compile: bool) -> LoopedLM:
     """A bf16 model for inference; see `random_weights`."""
     model = random_weights(config, torch.bfloat16).requires_grad_(False).eval()
     if compile:
+        torch._dynamo.config.automatic_dynamic_shapes = False  # a second batch size gets kernels of its own too
         wrap_blocks(model, compile=True)
     return model
 
@@ -59,49 +60,68 @@ def bytes_per_step(model: LoopedLM, batch: int, context: int) -> float:
 def part(dry_run: bool, only: set[str] | None, deadline: float = 130.0) -> Iterator[dict[str, Any]]:
     size, n_layers = ("tiny", 5) if dry_run else ("1.3b", 20)
     contexts = (16, 64) if dry_run else (1024, 8192, 32768)
+    steps = 8 if dry_run else 32
     limit = ceilings(dry_run)["copy_bandwidth"]
     started = time.perf_counter()
     for name in ("full+gdn", "full", "gdn", "gdn+dsa"):
         if only is not None and name not in only:
             continue
-        config = model_config(name, size, n_layers=n_layers)
-        model = random_model(config, compile=not dry_run)
+        model = random_model(model_config(name, size, n_layers=n_layers), compile=not dry_run)
         for batch in (1, 8):
-            for context in contexts:
-                row = {"part": "decode", "model": name, "batch": batch, "context": context}
-                if time.perf_counter() - started > deadline:
-                    yield {**row, "skipped": "time"}
-                    continue
-                yield {**row, **one(model, batch, context, limit, 8 if dry_run else 32)}
+            row = {"part": "decode", "model": name, "batch": batch}
+            if time.perf_counter() - started > deadline:
+                yield {**row, "skipped": "time"}
+                continue
+            for context, measured in over_contexts(model, batch, contexts, limit, steps):
+                yield {**row, "context": context, **measured}
         del model
-        if device().type == "cuda":
-            torch.cuda.empty_cache()
+        empty()
+
+
+def empty() -> None:
+    if device().type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
-def one(model: LoopedLM, batch: int, context: int, limit: float, steps: int) -> dict[str, Any]:
-    try:
-        cache = model.init_cache(batch, context + 4 * steps)
-        cache.rewind(context)
-        step = GreedyStep(model, cache)
-        token = torch.zeros_like(cache.lengths)
-        step(token)
+def over_contexts(
+    model: LoopedLM, batch: int, contexts: tuple[int, ...], limit: float, steps: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """One cache, compilation and CUDA graph for every context: what a server with a fixed capacity would run."""
+    fits = list(contexts)
+    while fits:
+        try:
+            cache = model.init_cache(batch, fits[-1] + 4 * steps)
+            break
+        except torch.OutOfMemoryError:
+            empty()
+            yield fits.pop(), {"out_of_memory": True}
+    else:
+        return
+    cache.rewind(fits[0])
+    step = GreedyStep(model, cache)
+    token = torch.zeros_like(cache.lengths)
+    begin = time.perf_counter()
+    step(token)
+    capture = time.perf_counter() - begin
+    for context in fits:
 
-        def decode() -> None:
+        def decode(context: int = context) -> None:
             cache.rewind(context)
             for _ in range(steps):
                 step(token)
 
-        elapsed = seconds(decode, warmups=1, repeats=3) / steps
-        memory = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return {"out_of_memory": True}
-    needed = bytes_per_step(model, batch, context)
-    return {
-        "tokens_per_s": batch / elapsed,
-        "ms_per_step": elapsed * 1e3,
-        "share_of_limit": needed / limit / elapsed,
-        "gigabytes_per_step": needed / 1e9,
-        "peak_memory_gib": memory / 2**30,
-    }
+        with quiet():
+            elapsed = seconds(decode, warmups=1, repeats=3) / steps
+        needed = bytes_per_step(model, batch, context)
+        yield (
+            context,
+            {
+                "tokens_per_s": batch / elapsed,
+                "ms_per_step": elapsed * 1e3,
+                "share_of_limit": needed / limit / elapsed,
+                "gigabytes_per_step": needed / 1e9,
+                "cache_gib": cache.nbytes / 2**30,
+                "capture_s": capture,
+            },
+        )

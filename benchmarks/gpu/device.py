@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +24,30 @@ def card() -> str:
 def seconds(work: Callable[[], object], *, warmups: int = 2, repeats: int = 5) -> float:
     """Median seconds of one call, by CUDA events on a GPU."""
     return statistics.median(repeat_seconds(work, device(), warmups=warmups, repeats=repeats))
+
+
+BACKGROUND = "LT2_GPU_CHECK_BACKGROUND"  # process group of the part that runs beside this one
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing else of the check runs inside: the part in the background is stopped, its last kernels have ended."""
+    group = int(os.environ.get(BACKGROUND, "0"))
+
+    def send(number: int) -> None:
+        if group:
+            try:
+                os.killpg(group, number)
+            except ProcessLookupError:  # it has finished
+                return
+
+    send(signal.SIGSTOP)
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        yield
+    finally:
+        send(signal.SIGCONT)
 
 
 def matmul_flops(n: int) -> float:

@@ -1,8 +1,9 @@
 """Attention of one new token over a long cache on CUDA: the cache is read by many programs at once, then combined.
 
 A decode step has one query per row, so parallelism over (row, head) alone leaves most of the GPU idle at small batch;
-splitting the cache along its length fills it (Flash-Decoding, Dao et al. 2023). The grid depends on shapes only and
-programs past a row's length stop at once, so a captured CUDA graph stays valid while the cache fills.
+splitting the cache along its length fills it (Flash-Decoding, Dao et al. 2023). The grid depends on shapes only, so a
+captured CUDA graph stays valid while the cache fills; what a program reads depends on the row's length, so that a short
+prefix in a long cache is spread over all programs too.
 
 Shapes: B rows, M cache slots, G key/value heads, R query heads per key/value head, E head_dim, S splits.
 """
@@ -25,12 +26,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _partial(
     q_ptr, k_ptr, v_ptr, length_ptr, acc_ptr, max_ptr, sum_ptr, scale,
-    G, R, E, V, S, chunk, k_row, k_slot, v_row, v_slot,
+    G, R, E, V, S, k_row, k_slot, v_row, v_slot,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     pair, split = tl.program_id(0), tl.program_id(1)
     row, head = pair // G, pair % G
     length = tl.load(length_ptr + row).to(tl.int32)
+    chunk = tl.cdiv(tl.cdiv(length, S), BLOCK_M) * BLOCK_M
     start = split * chunk
     stop = tl.minimum(start + chunk, length)
     scale = tl.cast(scale, tl.float32) * LOG2E  # a float argument arrives as fp64 from a compiled caller
@@ -95,9 +97,7 @@ def split_attention_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths:
     B, _, heads, E = q.shape
     M, G, V = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     R = heads // G
-    splits = max(1, min(-(-M // BLOCK_M), PROGRAMS // (B * G)))
-    chunk = -(-M // splits // BLOCK_M) * BLOCK_M
-    S = -(-M // chunk)
+    S = max(1, min(-(-M // BLOCK_M), PROGRAMS // (B * G)))
     acc = q.new_empty(B * G, S, R, V, dtype=torch.float32)
     high = q.new_empty(B * G, S, R, dtype=torch.float32)
     total = torch.empty_like(high)
@@ -106,7 +106,7 @@ def split_attention_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths:
     BLOCK_E, BLOCK_V = (max(16, triton.next_power_of_2(n)) for n in (E, V))
     wrap_triton(_partial)[(B * G, S)](
         q.contiguous(), k_cache, v_cache, lengths, acc, high, total, scale,
-        G, R, E, V, S, chunk, k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        G, R, E, V, S, k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R, BLOCK_E=BLOCK_E, BLOCK_V=BLOCK_V,
     )  # fmt: skip
     wrap_triton(_combine)[(B * G, R)](
