@@ -47,6 +47,16 @@ def test_build_verify_evaluate_and_compare(tmp_path):
     assert {row["p_value"] for row in compared} == {1.0}
 
 
+def test_rulers_tasks_are_made_and_added(tmp_path):
+    pack = tmp_path / "pack"
+    options = ["--tokenizer", "byte", "--samples", "2", "--tasks", "ruler_vt,niah_single_1", "--lengths", "3000,4000"]
+    made = lt2("pack", "ruler", pack, *options).split()
+    assert made[::3] == ["ruler_vt_3000", "ruler_vt_4000", "niah_single_1_3000", "niah_single_1_4000"]
+    assert "4 tasks, all files as recorded" in lt2("pack", "verify", pack)
+    with pytest.raises(ConfigError, match="give numbers of tokens"):
+        lt2("pack", "ruler", pack, "--tokenizer", "byte", "--lengths", "4k")
+
+
 def test_mistakes_are_named(tmp_path):
     root = tmp_path / "storage"
     with pytest.raises(ConfigError, match="nothing to build"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from lt2_platform.evaluate.config import HarnessConfig
+    from lt2_platform.evaluate.harness.ruler import Sources
     from lt2_platform.storage import Storage
 
 pack_app = typer.Typer(help="Evaluation packs: task data as files, so that no worker asks a hub.", no_args_is_help=True)
@@ -56,30 +58,70 @@ def pack_build(
         typer.echo(f"{task:<20} {rows}")
 
 
+TokenizerOption = Annotated[str, typer.Option(help="byte, a tokenizer.json or a *.tiktoken: they are made for one.")]
+EssaysOption = Annotated[str | None, typer.Option(metavar="FOLDER", help="Essays (.txt) to hide needles in.")]
+
+
 @pack_app.command("needles")
 def pack_needles(
     pack: PackArgument,
-    tokenizer: Annotated[str, typer.Option(help="byte, a tokenizer.json or a *.tiktoken: they are made for one.")],
-    essays: Annotated[str | None, typer.Option(metavar="FOLDER", help="Essays (.txt) to hide needles in.")] = None,
+    tokenizer: TokenizerOption,
+    essays: EssaysOption = None,
     tasks: Annotated[str, typer.Option(help="Names, comma-separated.")] = "niah_single_1,niah_single_2,niah_single_3",
     lengths: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024,2048,4096,8192",
     samples: Annotated[int, typer.Option(min=1)] = 500,
     seed: int = 42,
 ) -> None:
     """Make needle-in-a-haystack tasks for one tokenizer and add them to a pack."""
+    from lt2_platform.evaluate.harness.ruler import Sources
+
+    add_generated(pack, tokenizer, tasks.split(","), lengths, samples=samples, seed=seed, sources=Sources(essays))
+
+
+@pack_app.command("ruler")
+def pack_ruler(
+    pack: PackArgument,
+    tokenizer: TokenizerOption,
+    essays: EssaysOption = None,
+    squad: Annotated[str | None, typer.Option(metavar="FILE", help="SQuAD's json, as dev-v2.0.json.")] = None,
+    hotpot: Annotated[str | None, typer.Option(metavar="FILE", help="HotpotQA's json, with distractors.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Names, comma-separated. [default: RULER's 13]")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "4096",
+    samples: Annotated[int, typer.Option(min=1)] = 500,
+    seed: int = 42,
+) -> None:
+    """Make RULER's tasks for one tokenizer and add them to a pack."""
+    from lt2_platform.evaluate.harness import ruler
+
+    names = ruler.TASKS if tasks is None else tasks.split(",")
+    sources = ruler.Sources(essays, squad, hotpot)
+    add_generated(pack, tokenizer, names, lengths, samples=samples, seed=seed, sources=sources)
+
+
+def add_generated(
+    pack: str, tokenizer: str, names: Sequence[str], lengths: str, *, samples: int, seed: int, sources: Sources
+) -> None:
     import pyarrow as pa
 
     from lt2_platform.data.tokenize import load_tokenizer
-    from lt2_platform.evaluate.harness import needles, packs
+    from lt2_platform.evaluate.harness import packs, ruler
 
+    if not all(part.strip().isdigit() for part in lengths.split(",")):
+        raise config_error(f"--lengths {lengths}: give numbers of tokens, comma-separated, e.g. 4096,8192")
     loaded = load_tokenizer(tokenizer)
-    for name in tasks.split(","):
-        for length in (int(part) for part in lengths.split(",")):
-            rows = needles.make(name, loaded, length, samples=samples, seed=seed, essays=essays)
-            task, source = f"{name}_{length}", f"lt2 needles, seed {seed}, essays {essays}"
-            tables = {task: {"test": pa.Table.from_pylist(rows)}}
-            packs.add(pack, tables, {task: source}, origin=packs.Origin("1", "see the essays"), tokenizer=loaded)
-            typer.echo(f"{task:<24} {len(rows)} samples")
+    origin = ", ".join(f"{name} {place}" for name, place in vars(sources).items() if place is not None)
+    made = {
+        f"{name}_{length}": ruler.make(name, loaded, length, samples=samples, seed=seed, sources=sources)
+        for name in names
+        for length in map(int, lengths.split(","))
+    }
+    tables = {task: {"test": pa.Table.from_pylist(rows)} for task, rows in made.items()}
+    source = f"made by lt2, seed {seed}" + (f", from {origin}" if origin else "")
+    packs.add(
+        pack, tables, dict.fromkeys(tables, source), origin=packs.Origin("1", "see the sources"), tokenizer=loaded
+    )
+    for task, rows in made.items():
+        typer.echo(f"{task:<24} {len(rows)} samples")
 
 
 @pack_app.command("verify")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.harness.fit import filled, rng_of, row
 from lt2_platform.evaluate.harness.needle_words import ADJECTIVES, NOUNS
 
 TOKENS_TO_GENERATE = 128
@@ -70,41 +71,20 @@ def make(
         raise ConfigError(f"unknown needle task {name!r} (known: {', '.join(TASKS)})")
     task = TASKS[name]
     words = read_essays(essays, name) if task.haystack == "essays" else []
-    room = length - TOKENS_TO_GENERATE - (tokenizer.bos_id is not None)
-    count = lambda text: len(tokenizer.encode_batch([text])[0])  # noqa: E731
-    rows = []
-    size = largest(
-        lambda units: count(sample(task, words, units, rng_of(seed, name, 0))[0]) <= room, len(words) or length
+    draw = lambda units, index: sample(task, words, units, rng_of(seed, name, index))  # noqa: E731
+    too_few = f"the essays have only {len(words):,} words" if words else None
+    found = filled(
+        name,
+        draw,
+        tokenizer,
+        length,
+        TOKENS_TO_GENERATE,
+        samples=samples,
+        least=1,
+        most=len(words) or length,
+        too_few=too_few,
     )
-    if size < 1:
-        raise ConfigError(f"{name}: {length} tokens leave no room for a haystack; the prompt alone needs more")
-    if words and size == len(words):
-        raise ConfigError(f"{name}: the essays have {len(words):,} words, too few to fill {length:,} tokens; add some")
-    for index in range(samples):
-        units = size
-        while True:
-            text, outputs = sample(task, words, units, rng_of(seed, name, index))
-            tokens = count(text)
-            if tokens <= room:
-                break
-            units -= max(1, units // 50)  # keys and numbers differ in tokens from sample to sample
-            if units < 1:
-                raise ConfigError(f"{name}: sample {index} does not fit {length} tokens")
-        rows.append({"query": text, "outputs": outputs, "length": tokens, "max_length": length})
-    return rows
-
-
-def rng_of(seed: int, name: str, index: int) -> random.Random:
-    return random.Random(f"{seed}/{name}/{index}")
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n in [0, most] with fits(n), for a predicate that turns false once."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return [row(*sample, length) for sample in found]
 
 
 def sample(task: Needles, words: Sequence[str], units: int, rng: random.Random) -> tuple[str, list[str]]:

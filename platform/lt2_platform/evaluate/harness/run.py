@@ -155,6 +155,10 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
     if record["format"] == "cloze":
         data = {part: cut_cloze(rows, tokenizer) for part, rows in data.items()}
     settings, texts = definition_of(name, record)
+    if "max_new_tokens" in data[split].column_names:
+        settings["generation_kwargs"] = settings["generation_kwargs"] | {
+            "max_gen_toks": data[split][0]["max_new_tokens"]
+        }
     own = settings.pop("class", None)
     settings |= {
         "task": name,

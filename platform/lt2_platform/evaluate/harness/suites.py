@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.harness.needles import TASKS as NEEDLE_TASKS
 from lt2_platform.evaluate.harness.needles import TOKENS_TO_GENERATE
 from lt2_platform.evaluate.harness.recall import NEW_TOKENS, contains_all, contains_any
+from lt2_platform.evaluate.harness.ruler import TASKS as RULER_TASKS
 
 CORE_TABLE = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "openbookqa", "sciq", "boolq")
 """The eight whose mean is the paper's average (paper.scores_of says by which metric)."""
@@ -20,7 +20,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "core": (*CORE_TABLE, "copa", "social_iqa", "race", "commonsense_qa"),
     "recall": ("swde", "fda", "squad_completion", "triviaqa_cloze", "nq_cloze", "drop_cloze"),
     "needles": tuple(f"niah_single_{i}_{length}" for i in (1, 2, 3) for length in LENGTHS),
-    "ruler": tuple(f"{name}_4096" for name in NEEDLE_TASKS),
+    "ruler": tuple(f"{name}_4096" for name in RULER_TASKS),
     "reasoning": ("gsm8k", "minerva_math", "mmlu"),
 }
 
@@ -85,14 +85,16 @@ def generated(process_results: Any, new_tokens: int, until: list[str]) -> dict[s
 FORMATS: dict[str, dict[str, Any]] = {
     "choices": CHOICES,
     "needles": generated(contains_all, TOKENS_TO_GENERATE, []),
+    "documents": generated(contains_any, TOKENS_TO_GENERATE, []),
     "cloze": generated(contains_any, NEW_TOKENS, ["\n"]),
 }
 COLUMNS = {
     "choices": {"query", "choices", "gold"},
     "needles": {"query", "outputs", "max_length"},
+    "documents": {"query", "answers", "max_length"},
     "cloze": {"context", "prompt", "answers"},
 }
-"""What rows of each format have at least."""
+"""What rows of each format have at least. A column `max_new_tokens`, the same in all rows, changes a format's own."""
 
 
 def suite_tasks(suite: str | None, tasks: tuple[str, ...]) -> tuple[str, ...]:
