@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lt2.config import CacheSpec, Dims
+from lt2.config import CacheSpec, Dims, MixerConfig
 from lt2.layout import Schedule
 
 LayerCache = dict[str, Tensor]
@@ -23,12 +23,15 @@ class Cache:
         lengths: (B,) int64, tokens held per row.
         max_len: capacity in tokens per row.
         used: upper bound of `lengths` known without a device sync.
+        by_position: by_position[loop][layer] names the tensors with one slot per token of the row's capacity. What a
+            pass writes there beyond `lengths` is never read before it is overwritten.
     """
 
     layers: list[list[LayerCache]]
     lengths: Tensor
     max_len: int
     used: int = 0
+    by_position: list[list[frozenset[str]]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -82,4 +85,18 @@ def allocate(
         }
 
     layers = [[tensors(mixer.cache_spec(dims, max_len)) for mixer in loop] for loop in schedule]
-    return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), max_len)
+    lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+    growing = [[grows_with_capacity(mixer, dims, max_len) for mixer in loop] for loop in schedule]
+    return Cache(layers, lengths, max_len, by_position=growing)
+
+
+def grows_with_capacity(mixer: MixerConfig, dims: Dims, max_len: int) -> frozenset[str]:
+    """Names of the cache tensors that gain one slot with every token of capacity."""
+    now, *longer = (mixer.cache_spec(dims, max_len + more) for more in range(3))
+
+    def slots(spec: CacheSpec, name: str) -> int:
+        return spec[name][0][0]
+
+    return frozenset(
+        name for name in now if all(slots(spec, name) == slots(now, name) + n for n, spec in enumerate(longer, start=1))
+    )

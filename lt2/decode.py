@@ -44,14 +44,17 @@ class GreedyStep:
         self.next.copy_(self.model.logits(hidden[:, 0]).argmax(-1))
 
     def capture(self) -> None:
-        """Warm up and record, then put the cache back as it was: capture must not count as a decoded token."""
-        saved = [{k: v.clone() for k, v in layer.items()} for loop in self.cache.layers for layer in loop]
+        """Warm up and record, then put the cache back as it was: capture must not count as a decoded token.
+
+        Tensors with a slot per token need no copy (nothing reads beyond a row's length), so capture takes no second
+        KV cache; recurrent states and rings are kept.
+        """
+        kept = self.overwritten()
         lengths, used = self.cache.lengths.clone(), self.cache.used
 
         def restore() -> None:
-            for layer, kept in zip((layer for loop in self.cache.layers for layer in loop), saved):
-                for name, value in kept.items():
-                    layer[name].copy_(value)
+            for tensor, value in kept:
+                tensor.copy_(value)
             self.cache.lengths.copy_(lengths)
             self.cache.used = used
 
@@ -66,3 +69,13 @@ class GreedyStep:
         with torch.cuda.graph(self.graph):
             self.run()
         restore()
+
+    def overwritten(self) -> list[tuple[Tensor, Tensor]]:
+        """The cache tensors whose valid contents a step changes, each with a copy."""
+        return [
+            (tensor, tensor.clone())
+            for loop, kinds in zip(self.cache.layers, self.cache.by_position)
+            for layer, by_position in zip(loop, kinds)
+            for name, tensor in layer.items()
+            if name not in by_position
+        ]

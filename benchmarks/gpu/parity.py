@@ -1,6 +1,7 @@
 """Every mixer's CUDA path against the same layer in fp64 on the PyTorch path: forward, gradients, decode, packing.
 
 The fp64 path itself is checked against token-by-token oracles in the test suite. Errors are ‖out - ref‖ / ‖ref‖.
+Kernels are tuned over their first tile shapes only (`few_tiles`): this checks arithmetic, not every tile shape.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.device import device
+from benchmarks.gpu.training import compile_kernels
 from lt2.config import ModelConfig, mixer_types
 from lt2.model import LoopedLM, build
 
@@ -26,6 +28,8 @@ GRADIENT_LIMITS = {"float32": 1e-2, "bfloat16": 8e-2}
 # A top-k over rounded scores may select other blocks than the exact one: a jump, not an accumulation of rounding.
 SELECTING = {"nsa", "dsa"}
 SELECTING_FACTOR = 5.0
+
+TILES = 3  # of up to dozens; one may not fit the card's shared memory
 
 SMALL: dict[str, dict[str, Any]] = {
     "window": {"window": 48},
@@ -98,10 +102,20 @@ def check(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def few_tiles() -> None:
+    """Let fla's kernels choose among their first tile shapes only: compiling all of them takes most of ten minutes."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, *args, **kwargs: prune(self, *args, **kwargs)[:TILES]
+
+
 def check_safely(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, Any]]:
     """One mixer's failure is a result; the others still get theirs."""
     started = time.perf_counter()
     try:
+        if device().type == "cuda":
+            few_tiles()
         rows = check(mixer, dtype, length)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"[:400]
@@ -119,6 +133,8 @@ def part(dry_run: bool, only: set[str] | None) -> Iterator[dict[str, Any]]:
             yield from check_safely(*case)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(12, len(cases)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(12, 1 + len(cases)), mp_context=context) as pool:
+        warming = pool.submit(compile_kernels)  # for the training part, which follows
         for finished in as_completed([pool.submit(check_safely, *case) for case in cases]):
             yield from finished.result()
+        warming.result()

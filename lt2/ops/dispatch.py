@@ -88,7 +88,7 @@ def announce(op: str, device: str, backend: str, reason: str = "") -> None:
     log.log(level, "%s on %s: %s%s", op, device, backend, f" ({reason})" if reason else "")
 
 
-@functools.cache
+@_constant_when_compiled
 def scalar_gate_backward_is_broken() -> bool:
     """True on Hopper with Triton 3.4.0 <= v < 3.7.1 and no tilelang: fla's scalar-gated backward (GDN, Mamba2,
     RetNet) raises there because the compiler miscompiles it (fla issue 640). The per-channel kernels are not

@@ -14,9 +14,7 @@ from lt2.ops import dispatch
 def _fresh_choices(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(dispatch, "_announced", set())
-    dispatch.scalar_gate_backward_is_broken.cache_clear()
     yield
-    dispatch.scalar_gate_backward_is_broken.cache_clear()
 
 
 def _pretend(monkeypatch, *, capability, triton, installed=()):
@@ -74,7 +72,6 @@ def test_startup_problems_name_their_fix(monkeypatch):
     assert "triton 3.6.0" in compiler
     assert "install triton >= 3.7.1 or tilelang" in compiler
     assert flash.startswith("flash-attn is not installed")
-    dispatch.scalar_gate_backward_is_broken.cache_clear()
     _pretend(monkeypatch, capability=(9, 0), triton=(0, 0, 0), installed=("flash_attn",))
     (missing,) = dispatch.startup_problems()
     assert "install the `cuda` extra" in missing
