@@ -13,6 +13,9 @@ from torch import Tensor
 from lt2.config import ConfigError
 from lt2.model import LoopedLM
 
+Stop = Callable[[list[int]], bool]
+"""Whether a continuation so far is complete."""
+
 
 @torch.inference_mode()
 def generate(
@@ -26,7 +29,7 @@ def generate(
     eos_id: int | None = None,
     seed: int = 0,
     n_loops: int | None = None,
-    stop: Callable[[list[int]], bool] | None = None,
+    stop: Stop | None = None,
 ) -> list[list[int]]:
     """Continue each prompt; returns the new tokens only, up to and including eos_id.
 
@@ -40,14 +43,9 @@ def generate(
     if max_new_tokens == 0 or not prompts:
         return [[] for _ in prompts]
     device = model.embed.weight.device
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    longest = int(lengths.max())
-    input_ids = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
-
+    input_ids, lengths = right_padded(prompts, device)
     generators = [torch.Generator(device).manual_seed(seed + row) for row in range(len(prompts))]
-    cache = model.init_cache(len(prompts), longest + max_new_tokens, n_loops=n_loops)
+    cache = model.init_cache(len(prompts), input_ids.shape[1] + max_new_tokens, n_loops=n_loops)
     hidden = model(input_ids, lengths=lengths, cache=cache, n_loops=n_loops).hidden
     last = hidden[torch.arange(len(prompts), device=device), lengths - 1]  # (B, D)
     new: list[list[int]] = [[] for _ in prompts]
@@ -62,6 +60,15 @@ def generate(
             break
         last = model(token[:, None], cache=cache, n_loops=n_loops).hidden[:, 0]
     return new
+
+
+def right_padded(rows: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """(B, L) int64 padded with 0, and (B,) lengths."""
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.tensor(row)
+    return padded.to(device), lengths.to(device)
 
 
 def sample(

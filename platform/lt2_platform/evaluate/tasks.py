@@ -87,8 +87,16 @@ def run_tasks(
             with Spent(view) as spent, torch.inference_mode():
                 found = task.run(view, replace(context, out=f"{context.out}/{name}/{depth.name}"))
             place = {"task": name, "n_loops": depth.n_loops, "early_exit": depth.early_exit, **spent.summary()}
-            rows += [place | checked(name, row) for row in found]
+            rows += [placed(checked(name, row), place) for row in found]
     return rows
+
+
+def placed(row: dict[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with where it was measured; what took `votes` passes over the same tokens cost so many times one pass."""
+    found = {**place, **row}
+    if "flops_per_token" in place and "flops_per_token" not in row:
+        found["flops_per_token"] *= row.get("votes", 1)
+    return found
 
 
 def named(tasks: Sequence[TaskConfig]) -> list[tuple[str, TaskConfig]]:

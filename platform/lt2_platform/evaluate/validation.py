@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lt2.config import ConfigError
-from lt2.loss import next_token_objective
+from lt2.config import ConfigError, RandomLayout
+from lt2.loss import IGNORE, next_token_objective, next_token_targets
 from lt2.model import LoopedLM
 from lt2.training import Batch
+from lt2.voting import mean_probability, voted_logprobs
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.config import PerplexityConfig
 from lt2_platform.evaluate.tasks import TaskContext
@@ -28,16 +31,13 @@ def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskCont
         batch_size=config.batch_size,
         max_sequences=config.max_sequences,
         document_mask=config.document_mask,
+        vote=True,
     )
+    layout = model.config.layout
+    more = {"n": found["tokens"]} | ({"votes": layout.votes} if isinstance(layout, RandomLayout) else {})
     return [
-        {
-            "metric": "loss",
-            "value": found["loss"],
-            "n": found["tokens"],
-            "unit": "nats/token",
-            "note": "held-out documents",
-        },
-        {"metric": "perplexity", "value": found["perplexity"], "n": found["tokens"], "unit": "", "note": ""},
+        {"metric": "loss", "value": found["loss"], "unit": "nats/token", "note": "held-out documents", **more},
+        {"metric": "perplexity", "value": found["perplexity"], "unit": "", "note": "", **more},
     ]
 
 
@@ -49,8 +49,11 @@ def perplexity(
     batch_size: int = 8,
     max_sequences: int | None = None,
     document_mask: bool = False,
+    vote: bool = False,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood (nats) over every predicted token of the split, pads excluded.
+
+    vote: a model of random layout is scored by the mean probability of its draws, else by its first draw.
 
     Raises:
         ConfigError: the split is empty, or its tokens do not fit the model's vocabulary.
@@ -66,6 +69,8 @@ def perplexity(
     was_training = model.training
     model.eval()
     objective = next_token_objective(document_mask=document_mask, auxiliary=False)
+    if vote and isinstance(model.config.layout, RandomLayout):
+        objective = partial(voted_loss, document_mask=document_mask)
     device = model.embed.weight.device
     total, count = 0.0, 0
     for rows in chunks(n_sequences, batch_size):
@@ -75,6 +80,14 @@ def perplexity(
     model.train(was_training)
     mean = total / count
     return {"loss": mean, "perplexity": math.exp(mean), "tokens": count, "sequences": n_sequences}
+
+
+def voted_loss(model: LoopedLM, batch: Batch, *, document_mask: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """`next_token_objective` of the draws' mean probability."""
+    doc_ids = batch.doc_ids if document_mask else None
+    logprobs = mean_probability(voted_logprobs(model, batch.tokens, doc_ids=doc_ids))  # (B, L)
+    counted = next_token_targets(batch, document_mask=document_mask) != IGNORE
+    return -logprobs[counted].double().sum(), counted.sum(), {}
 
 
 def unigram_entropy(dataset: PackedDataset, *, max_sequences: int = 4096) -> float:

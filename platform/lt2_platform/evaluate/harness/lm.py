@@ -14,6 +14,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work, batched
 from lt2_platform.evaluate.harness.scoring import Pair
+from lt2_platform.evaluate.harness.votes import Voted
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class HarnessLM(TemplateLM):
         batches = batched(pairs, self.batch_size, lambda pair: len(pair.context) + len(pair.continuation))
         answers = self.dispatcher.run([Work("loglikelihood", pairs=batch) for batch in batches], self.progress)
         found = zip((pair for batch in batches for pair in batch), (result for part in answers for result in part))
-        return {pair: (total, greedy) for pair, (total, greedy) in found}
+        return {pair: Voted(*result) if len(result) == 3 else (result[0], result[1]) for pair, result in found}
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts: every token once, in windows of max_length, BOS (or EOS) only in the first."""

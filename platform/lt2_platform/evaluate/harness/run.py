@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lt2.config import ConfigError, ModelConfig
+from lt2.config import ConfigError, ModelConfig, RandomLayout
 from lt2.model import LoopedLM
 from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
@@ -21,6 +21,7 @@ from lt2_platform.evaluate.harness.models import ModelSource
 from lt2_platform.evaluate.harness.recall import WINDOW, cloze_text
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, check_vocabulary
 from lt2_platform.evaluate.harness.suites import FORMATS, UPSTREAM, suite_tasks
+from lt2_platform.evaluate.harness.votes import Voted, decided_by_vote
 from lt2_platform.evaluate.tasks import TaskContext, cost
 from lt2_platform.storage import Storage
 
@@ -76,7 +77,8 @@ def evaluate(
     """Rows {task, metric, value, stderr, n, split, task_sha256, …}; what could not be scored as asked has rows too.
 
     `<out>/samples/<task>.jsonl` gets one line per item, `<out>/batches` the answers that an interrupted evaluation
-    finds again. `scorer` answers here when `actors` is 0, and says the window's length in any case.
+    finds again. `scorer` answers here when `actors` is 0, and says the window's length in any case. A looped model of
+    random layout is evaluated by its draws' vote; its rows say how many `votes`.
     """
     from lt2_platform.evaluate.harness.lm import HarnessLM
 
@@ -90,15 +92,20 @@ def evaluate(
                 f"pack {config.pack}: {name} was made for tokenizer {frozen['name']!r}, {source.place} has "
                 f"{tokenizer.name!r}; build {name} again with the model's tokenizer"
             )
+    votes = looped.layout.votes if looped is not None and isinstance(looped.layout, RandomLayout) else 1
     dispatcher = Dispatcher(source, out, actors=actors, scorer=scorer, cpus=config.cpus_per_actor)
     rows = []
     for name, record in records.items():
         definition = define(name, record, config, tokenizer)
+        if votes > 1:
+            decided_by_vote(definition.task, votes)
         say = lambda values, name=name: progress({"message": name, **values})  # noqa: E731
         lm = HarnessLM(dispatcher, tokenizer, max_length=scorer.max_length, batch_size=config.batch_size, progress=say)
         rows += run_task(lm, name, definition, config, out)
     tally = dispatcher.tally
-    spent = cost(looped, tally.loops, tally.positions) if looped is not None else {}
+    spent: dict[str, Any] = cost(looped, tally.loops, tally.positions) if looped is not None else {}
+    if votes > 1:
+        spent |= {"votes": votes, "flops_per_token": spent["flops_per_token"] * votes}
     return [row | spent for row in rows]
 
 
@@ -132,7 +139,10 @@ def item_scores(sample: Mapping[str, Any]) -> dict[str, Any]:
     """What of an item is kept: its number, hashes, metrics, and the model's answers (log-likelihoods or text)."""
     numbers = {name: sample[name] for name in sample["metrics"] if isinstance(sample[name], int | float)}
     kept = {key: sample[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target_hash")}
-    return kept | {"scores": numbers, "answers": sample["filtered_resps"]}
+    answers = sample["filtered_resps"]
+    if any(isinstance(answer, Voted) for answer in answers):
+        kept["draws"] = [getattr(answer, "draws", None) for answer in answers]
+    return kept | {"scores": numbers, "answers": answers}
 
 
 def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenizer: Tokenizer) -> Definition:
@@ -154,6 +164,8 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
     data = {part: datasets.Dataset(packs.read_split(storage, name, record, part)) for part in used}
     if record["format"] == "cloze":
         data = {part: cut_cloze(rows, tokenizer) for part, rows in data.items()}
+    if record["format"] == "choices":
+        check_choices(name, config.pack, data)
     settings, texts = definition_of(name, record)
     if "max_new_tokens" in data[split].column_names:
         settings["generation_kwargs"] = settings["generation_kwargs"] | {
@@ -176,6 +188,16 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
     sha256 = hashlib.sha256(identity.encode()).hexdigest()
     task = ConfigurableTask(config=settings) if own is None else of_class(own, data)
     return Definition(task, split, sha256)
+
+
+def check_choices(name: str, pack: str, data: Mapping[str, Any]) -> None:
+    """lm-eval cannot normalise by the length of nothing, and stops where the first item has such a choice."""
+    for split, rows in data.items():
+        for index, choices in enumerate(rows["choices"]):
+            if not choices or not all(choices):
+                raise ConfigError(
+                    f"pack {pack}: {name}, {split} item {index} has an empty choice {choices}; leave it out"
+                )
 
 
 def cut_cloze(rows: Any, tokenizer: Tokenizer) -> Any:

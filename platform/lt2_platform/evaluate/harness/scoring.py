@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lt2.config import ConfigError
-from lt2.generate import generate
+from lt2.generate import Stop, generate, right_padded
 from lt2.model import LoopedLM
+from lt2.voting import drawn_models, mean_probability, voted_continuations
 from lt2_platform.evaluate.tasks import Spent
 
 LOGIT_ROWS = 512  # positions whose logits exist at once
@@ -46,7 +47,10 @@ class Scorer(Protocol):
     max_length: int
 
     def loglikelihoods(self, pairs: Sequence[Pair]) -> Scored:
-        """(log p of the continuation in nats, whether it is the greedy one) of each pair."""
+        """(log p of the continuation in nats, whether it is the greedy one) of each pair.
+
+        Of K draws the probabilities are averaged token by token, and a third part has the K log-likelihoods.
+        """
         ...
 
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Stop) -> Scored:
@@ -54,15 +58,12 @@ class Scorer(Protocol):
         ...
 
 
-Stop = Callable[[Sequence[int]], bool]
-"""Whether a continuation so far is complete; asked after every new token."""
-
-
 class LoopedScorer:
-    """Ours, at the depth of the model it is given (see LoopedLM.at_depth)."""
+    """Ours, at the depth of the model it is given (see LoopedLM.at_depth); one of random layout by its draws' vote."""
 
     def __init__(self, model: LoopedLM, *, max_length: int | None = None, eos_id: int | None = None):
         self.model, self.eos_id = model.eval(), eos_id
+        self.draws = drawn_models(self.model)
         self.max_length = max_length or model.config.max_seq_len
 
     @torch.inference_mode()
@@ -70,13 +71,14 @@ class LoopedScorer:
         input_ids, lengths = right_padded(inputs(pairs), self.model.embed.weight.device)
         with Spent(self.model) as spent:
             # Without a cache the model does not read lengths; they are for the count.
-            hidden = self.model(input_ids, lengths=lengths).hidden
+            hidden = [draw(input_ids, lengths=lengths).hidden for draw in self.draws]
         return Scored(score_rows(hidden, pairs, self.model.logits), dict(spent.loops), spent.positions)
 
     @torch.inference_mode()
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Stop) -> Scored:
+        decode = generate if len(self.draws) == 1 else voted_continuations
         with Spent(self.model) as spent:
-            new = generate(self.model, prompts, max_new_tokens=max_new_tokens, eos_id=self.eos_id, stop=stop)
+            new = decode(self.model, prompts, max_new_tokens=max_new_tokens, eos_id=self.eos_id, stop=stop)
         return Scored(new, dict(spent.loops), spent.positions)
 
 
@@ -94,7 +96,7 @@ class TransformersScorer:
         input_ids, lengths = right_padded(inputs(pairs), self.model.device)
         mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
         logits = self.model(input_ids=input_ids, attention_mask=mask.long(), use_cache=False).logits  # (B, L, V)
-        return Scored(score_rows(logits, pairs, lambda rows: rows), {}, 0.0)
+        return Scored(score_rows([logits], pairs, lambda rows: rows), {}, 0.0)
 
     @torch.inference_mode()
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Stop) -> Scored:
@@ -120,34 +122,34 @@ def inputs(pairs: Sequence[Pair]) -> list[tuple[int, ...]]:
     return [(pair.context + pair.continuation)[:-1] for pair in pairs]
 
 
-def right_padded(rows: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(B, L) int64 padded with 0, and (B,) lengths."""
-    lengths = torch.tensor([len(row) for row in rows])
-    padded = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = torch.tensor(row)
-    return padded.to(device), lengths.to(device)
-
-
-def score_rows(hidden: Tensor, pairs: Sequence[Pair], logits: Callable[[Tensor], Tensor]) -> list[tuple[float, bool]]:
-    """From (B, L, ·) states to one (log-likelihood, greedy) per pair; logits are made LOGIT_ROWS positions at a time.
+def score_rows(
+    hidden: Sequence[Tensor], pairs: Sequence[Pair], logits: Callable[[Tensor], Tensor]
+) -> list[tuple[Any, ...]]:
+    """From each draw's (B, L, ·) states to what `Scorer.loglikelihoods` gives; logits are made LOGIT_ROWS at a time.
 
     Sums are in fp64, so that their order does not show.
     """
     found = []
-    for row, pair in zip(hidden, pairs):
+    for row, pair in enumerate(pairs):
         first, n = len(pair.context) - 1, len(pair.continuation)
-        targets = torch.tensor(pair.continuation, device=hidden.device)
-        total, greedy = 0.0, True
+        targets = torch.tensor(pair.continuation, device=hidden[0].device)
+        total, greedy, each = 0.0, True, [0.0] * len(hidden)
         for start in range(0, n, LOGIT_ROWS):
             stop = min(start + LOGIT_ROWS, n)
-            scores = logits(row[first + start : first + stop])
-            wide = scores if scores.dtype == torch.float64 else scores.float()
-            logprobs = wide.log_softmax(-1).gather(1, targets[start:stop, None])
-            total += float(logprobs.double().sum())
-            greedy = greedy and bool((wide.argmax(-1) == targets[start:stop]).all())
-        found.append((total, greedy))
+            expected = targets[start:stop]
+            draws = [logprobs(logits(states[row, first + start : first + stop])) for states in hidden]  # K × (n, V)
+            mean = draws[0] if len(draws) == 1 else mean_probability(torch.stack(draws))
+            said = lambda found, ids=expected: float(found.gather(1, ids[:, None]).double().sum())  # noqa: E731
+            total += said(mean)
+            greedy = greedy and bool((mean.argmax(-1) == expected).all())
+            each = [sum_ + said(draw) for sum_, draw in zip(each, draws)]
+        found.append((total, greedy) if len(hidden) == 1 else (total, greedy, each))
     return found
+
+
+def logprobs(scores: Tensor) -> Tensor:
+    """log p, in fp32 or as wide as the scores."""
+    return (scores if scores.dtype == torch.float64 else scores.float()).log_softmax(-1)
 
 
 def check_vocabulary(model_size: int, tokenizer_size: int, what: str) -> None:
