@@ -14,7 +14,6 @@ from lt2.ops import dispatch
 def _fresh_choices(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(dispatch, "_announced", set())
-    yield
 
 
 def _pretend(monkeypatch, *, capability, triton, installed=()):
