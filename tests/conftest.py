@@ -1,5 +1,6 @@
-"""What every test may ask for: an S3 server (moto) in its own process."""
+"""What every test may ask for: an S3 server in its own process, moto or with `--s3-server ceph` a real Ceph RGW."""
 
+import json
 import os
 import socket
 import subprocess
@@ -7,6 +8,8 @@ import sys
 import time
 import urllib.request
 import uuid
+from contextlib import contextmanager
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -31,38 +34,62 @@ def _wait_until_up(url: str, server: subprocess.Popen) -> None:
     raise TimeoutError(f"moto did not answer on {url} within 10 s")
 
 
-@pytest.fixture(scope="session")
-def s3_endpoint():
-    """URL of a running moto server; the process ends with the session."""
+def pytest_addoption(parser):
+    parser.addoption("--s3-server", choices=("moto", "ceph"), default="moto", help="what the tests marked s3 talk to")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if {"s3_root", "s3_environment"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("s3")
+
+
+@contextmanager
+def _moto():
     port = _free_port()
     command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://{LOOPBACK}:{port}"
     try:
         _wait_until_up(url, server)
-        yield url
+        yield {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+        }
     finally:
         server.terminate()
         server.wait(10)
 
 
+@contextmanager
+def _ceph():
+    script = Path(__file__).parents[1] / "scripts" / "ceph_rgw"
+    server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        answer = server.stdout.readline()
+        assert answer, f"{script} ended with {server.wait()}"
+        yield json.loads(answer)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
 @pytest.fixture(scope="session")
-def s3_environment(s3_endpoint):
-    """The variables that point a process at moto; a Ray that shall reach it must be started with them."""
-    return {
-        "AWS_ENDPOINT_URL": s3_endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-        "NO_PROXY": LOOPBACK,
-    }
+def s3_environment(request):
+    """The variables that point a process at the S3 server; a Ray that shall reach it must be started with them."""
+    server = _ceph if request.config.getoption("--s3-server") == "ceph" else _moto
+    with server() as environment:
+        yield {**environment, "NO_PROXY": LOOPBACK}
 
 
 @pytest.fixture
 def s3_root(s3_environment, monkeypatch):
-    """A fresh `s3://bucket/prefix`, with the AWS_* environment pointing at moto."""
+    """A fresh `s3://bucket/prefix`, with the AWS_* environment pointing at the server."""
     for name, value in s3_environment.items():
         monkeypatch.setenv(name, value)
     bucket = f"lt2-{uuid.uuid4().hex[:12]}"

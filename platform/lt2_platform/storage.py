@@ -224,6 +224,9 @@ def _temporary_beside(full: str) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, NotADirectoryError | FileExistsError):
         return "a part of the path is a file"
+    if isinstance(error.__cause__, ClientError) and "Code" in (answer := error.__cause__.response.get("Error", {})):
+        said = answer.get("Message")  # a server need not send one
+        return f"{answer['Code']}: {said}" if said else answer["Code"]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(str(error).split()) or type(error).__name__

@@ -136,7 +136,7 @@ def test_unwritable_local_root(tmp_path):
 
 
 def test_missing_bucket(s3_root):
-    with pytest.raises(ConfigError, match=r"root s3://no-such-bucket/x cannot be written \(.*bucket.*\); choose"):
+    with pytest.raises(ConfigError, match=r"root s3://no-such-bucket/x cannot be written \(NoSuchBucket.*\); choose"):
         Storage("s3://no-such-bucket/x").check_writable()
 
 
