@@ -34,6 +34,7 @@ class WriteStep(StepConfig):
     text: str = "line"
     lines: int = 3
     pause_s: float = 0.0
+    loss: float = 1.0
     part: Part = Part()
     fail: Literal["no", "error", "bad_input", "kill", "segfault"] = "no"
     fail_times: int = 1000
@@ -52,7 +53,7 @@ def write(config: WriteStep, context) -> dict[str, str]:
     for number in range(len(done), config.lines):
         done.append(f"{config.text} {number}")
         storage.write_bytes(path, "\n".join(done).encode())
-        context.progress({"step": number + 1, "steps": config.lines, "loss": 1.0 / (number + 1)})
+        context.progress({"step": number + 1, "steps": config.lines, "loss": config.loss / (number + 1)})
         _mark(config, f"{context.step.name}.line{number}")
         time.sleep(config.pause_s)
     inputs = [context.result(ref)["digest"] for ref in config.part.sources]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows import cluster_commands, evaluate_commands, model_commands, remote_commands
+from lt2_workflows import cluster_commands, evaluate_commands, model_commands, remote_commands, sweep_command
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -95,6 +95,36 @@ def run(
 
 
 @app.command()
+def sweep(
+    name: sweep_command.NameArgument,
+    set_: SetOption = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--grid", metavar="KEY=[VALUE, ...]", help="Values of a key of the recipe; several are crossed."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="N,N", help="Run every configuration with each seed.")] = None,
+    asha: Annotated[
+        int | None, typer.Option(metavar="STEPS", min=1, help="Stop the worse trials early, first after STEPS.")
+    ] = None,
+    concurrent: Annotated[int | None, typer.Option(min=1, help="Trials at a time.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the trials and what they cost; write nothing.")] = False,
+    storage: StorageOption = None,
+    no_wait: NoWaitOption = False,
+    lease_ttl: TtlOption = 30.0,
+) -> None:
+    """Run a sweep: every trial a training run and its evaluation, the paper's table beside ours at the end."""
+    from lt2_workflows.plan import describe_plan
+
+    workflow = sweep_command.sweep_workflow(
+        name, set_ or [], grid or [], seeds, {"asha": asha, "concurrent": concurrent}
+    )
+    if plan:
+        typer.echo(describe_plan(workflow, _storage(storage)))
+        return
+    _run(workflow, _storage(storage), None, no_wait, lease_ttl)
+
+
+@app.command()
 def step(
     recipe: RecipeArgument,
     name: Annotated[str, typer.Argument(metavar="STEP", help="Which step; the steps it needs must be finished.")],
@@ -111,7 +141,9 @@ def step(
 
 @app.command()
 def status(
-    workflow: Annotated[str | None, typer.Argument(help="A workflow's id or name; all if left out.")] = None,
+    workflow: Annotated[
+        str | None, typer.Argument(help="A workflow's id or name; if left out, all but the trials of sweeps.")
+    ] = None,
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
@@ -126,6 +158,8 @@ def status(
     if not found:
         typer.echo("no workflows yet")
     for item in found:
+        if workflow is None and "part_of" in item:
+            continue
         typer.echo(f"{item['id']}")
         typer.echo(table(item["steps"], ["name", "state", "attempt", "id", "error", "log"]) + "\n")
 

@@ -103,7 +103,7 @@ def _ray_for(pending: list[Step]) -> AbstractContextManager[dict[str, str]]:
     if "RAY_ADDRESS" in os.environ or not any(step.config.uses_ray for step in pending):
         return nullcontext(dict(os.environ))
     # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
-    workers = max(step.config.resources.num_workers for step in pending)
+    workers = max(step.config.workers for step in pending)
     return ray_head(max(os.cpu_count() or 1, workers + 1))
 
 

@@ -49,6 +49,15 @@ class StepConfig(Config):
     type: str
     resources: Resources = Resources()
 
+    @property
+    def workers(self) -> int:
+        """Ray workers that must find a place at the same time."""
+        return self.resources.num_workers
+
+    def identity(self, identities: Mapping[str, str]) -> Any:
+        """What the fingerprint is taken of, as JSON; `identities` gives the fingerprint of each step referred to."""
+        return canonical(self, identities)
+
 
 @dataclass(frozen=True)
 class StepType:
@@ -106,12 +115,14 @@ class Workflow:
     """`Workflow("quickstart", {"prepare": PrepareStep(...), "pretrain": PretrainStep(data=DatasetRef(...))})`.
 
     Raises ConfigError for a bad name, a reference to a missing step or to the wrong kind of output, and for cycles.
-    `recipe_file` is the Python file that defines its own step types, if any.
+    `recipe_file` is the Python file that defines its own step types, if any; `part_of` the step (its id) whose trial
+    this is.
     """
 
     name: str
     configs: Mapping[str, StepConfig]
     recipe_file: str | None = None
+    part_of: str | None = None
 
     @cached_property
     def steps(self) -> dict[str, Step]:
@@ -135,12 +146,13 @@ class Workflow:
     @property
     def id(self) -> str:
         parts = {name: step.fingerprint for name, step in self.steps.items()}
-        return f"{self.name}-{_digest(parts)[:8]}"
+        return f"{self.name}-{digest(parts)[:8]}"
 
     def record(self) -> dict[str, Any]:
         """Everything needed to run this again, defaults included: the form that is stored, overridden and replayed."""
         steps = {name: config.model_dump(mode="json") for name, config in self.configs.items()}
-        return {"workflow": self.name, "recipe_file": self.recipe_file, "steps": steps}
+        part_of = {"part_of": self.part_of} if self.part_of else {}
+        return {"workflow": self.name, "recipe_file": self.recipe_file, **part_of, "steps": steps}
 
     def _needs(self, name: str) -> tuple[str, ...]:
         needs = []
@@ -171,8 +183,8 @@ def refs(value: Any) -> Iterator[Ref]:
 
 
 def fingerprint(config: StepConfig, identities: Mapping[str, str]) -> str:
-    """Hex sha256 of the canonical form of `config`; `identities` gives the fingerprint of each step it refers to."""
-    return _digest(canonical(config, identities))
+    """Hex sha256 of the identity of `config`; `identities` gives the fingerprint of each step it refers to."""
+    return digest(config.identity(identities))
 
 
 def canonical(value: Any, identities: Mapping[str, str]) -> Any:
@@ -196,6 +208,7 @@ def canonical(value: Any, identities: Mapping[str, str]) -> Any:
     return value
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Hex sha256 of a JSON value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()

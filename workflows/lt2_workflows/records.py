@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
-from lt2_workflows.graph import Step, Workflow, canonical
+from lt2_workflows.graph import Step, Workflow
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -55,7 +55,7 @@ def write_workflow(storage: Storage, workflow: Workflow) -> None:
         spec = {
             "name": step.name,
             "fingerprint": step.fingerprint,
-            "identity": canonical(step.config, identities),
+            "identity": step.config.identity(identities),
             "config": step.config.model_dump(mode="json"),
             "needs": {need: workflow.steps[need].id for need in step.needs},
         }
@@ -228,7 +228,10 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
 
 
 def list_workflows(storage: Storage, wanted: str | None = None) -> list[dict[str, Any]]:
-    """[{"id", "name", "steps": [{"name", "id", "needs"} + `step_state`]}] of all workflows, or of those `wanted`."""
+    """[{"id", "name", "steps": [{"name", "id", "needs"} + `step_state`]}] of all workflows, or of those `wanted`.
+
+    A sweep's trial also has "part_of", the id of the sweep's step.
+    """
     found = []
     for workflow_id in storage.list("workflows"):
         record = _read(storage, f"workflows/{workflow_id}/dag.json")
@@ -238,7 +241,8 @@ def list_workflows(storage: Storage, wanted: str | None = None) -> list[dict[str
         for name, step_id in record["ids"].items():
             needs = list((_read(storage, f"steps/{step_id}/spec.json") or {"needs": {}})["needs"])
             steps.append({"name": name, "id": step_id, "needs": needs, **step_state(storage, f"steps/{step_id}")})
-        found.append({"id": workflow_id, "name": record["workflow"], "steps": steps})
+        part_of = {"part_of": record["part_of"]} if record.get("part_of") else {}
+        found.append({"id": workflow_id, "name": record["workflow"], **part_of, "steps": steps})
     if wanted is not None and not found:
         raise ConfigError(f"no workflow {wanted!r} in {storage.root}; `lt2 status` lists them")
     return found

@@ -93,7 +93,8 @@ def _fit(
     # A new name per attempt: Ray must not resume anything on its own.
     name = f"attempt-{len(storage.list('ray')) + 1:04d}"
     filesystem, path = storage.arrow_fs("ray")
-    threads = max(1, (os.cpu_count() or 1) // num_workers)
+    # What the environment says, else this machine's share; a sweep's trials share a machine and say so.
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_workers))
     run_config = RunConfig(
         name=name,
         storage_path=path,

@@ -1,0 +1,150 @@
+"""The paper's ablation tables, and the trials of a sweep beside them with means and spreads over seeds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_platform.evaluate.paper import DOWNSTREAM, average, scores_of
+
+SCORES = ("PPL", "Avg")
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """`rows` maps (group, label) to (perplexity, average over the eight tasks); `best` says which way PPL is better."""
+
+    title: str
+    rows: Mapping[tuple[str, str], tuple[float, float]]
+
+
+def _main_table(scale: str) -> dict[tuple[str, str], tuple[float, float]]:
+    rows = {name: values for name, values in DOWNSTREAM[scale].items() if values is not None}
+    return {("", name): (values[0], round(sum(values[1:9]) / 8, 2)) for name, values in rows.items()}
+
+
+# Tables 3 and 4: 1.3B, T = 4, 100B tokens of FineWeb-Edu, averages as printed.
+TABLES: dict[str, PaperTable] = {
+    "ratio": PaperTable(
+        "Hybrid ratio (Full : GDN, interleaved)",
+        {
+            ("", "1:0"): (9.87, 59.27),
+            ("", "1:1"): (9.41, 60.92),
+            ("", "1:4"): (9.31, 61.39),
+            ("", "1:6"): (9.36, 61.07),
+            ("", "1:12"): (9.74, 59.51),
+            ("", "0:1"): (10.02, 58.42),
+        },
+    ),
+    "pattern": PaperTable(
+        "Hybrid pattern (Full + GDN, 1:4)",
+        {
+            ("", "bookend"): (9.27, 61.52),
+            ("", "interleave"): (9.31, 61.39),
+            ("", "front"): (9.45, 60.61),
+            ("", "back"): (9.53, 60.43),
+        },
+    ),
+    "level": PaperTable(
+        "Hybridization level (matched parameters)",
+        {
+            ("", "random + vote"): (9.26, 61.55),
+            ("", "depth"): (9.31, 61.39),
+            ("", "coarse to fine"): (9.36, 60.71),
+            ("", "fine to coarse"): (9.42, 61.10),
+        },
+    ),
+    "gate": PaperTable(
+        "SDPA output gate (FFN width matched)",
+        {
+            ("Looped Transformer", "no gate"): (9.87, 59.27),
+            ("Looped Transformer", "gate"): (9.39, 60.70),
+            ("Full+GDN", "no gate"): (9.31, 61.39),
+            ("Full+GDN", "gate"): (9.03, 62.33),
+            ("GDN+DSA", "no gate"): (9.72, 59.23),
+            ("GDN+DSA", "gate"): (9.53, 59.96),
+        },
+    ),
+    "mixers-0.6b": PaperTable("Mixers, 0.6B, T = 4 (averages recomputed)", _main_table("0.6B")),
+    "mixers-1.3b": PaperTable("Mixers, 1.3B, T = 4 (averages recomputed)", _main_table("1.3B")),
+}
+
+
+def paper_table(name: str) -> PaperTable:
+    """Raises ConfigError for a table that the paper does not have."""
+    if name not in TABLES:
+        raise ConfigError(f"the paper has no ablation table {name!r}; it has {', '.join(TABLES)}")
+    return TABLES[name]
+
+
+def summarize(trials: Sequence[Mapping[str, Any]], paper: str | None) -> list[dict[str, Any]]:
+    """One row per configuration, in the order of the trials.
+
+    trials: {"label", "group", "seed", "state", "metrics": {"task/metric": value}, "parameters"}.
+    Returns rows {group, label, n, failed, parameters, PPL, PPL_std, PPL_paper, Avg, Avg_std, Avg_paper, metrics}: means
+    over the seeds that finished and their sample standard deviation (None below two), PPL the perplexity on held-out
+    text, Avg the mean of the paper's eight tasks in percent, where all eight were evaluated.
+    """
+    reference = paper_table(paper).rows if paper else {}
+    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for trial in trials:
+        rows.setdefault((trial["group"], trial["label"]), []).append(trial)
+    return [_row(key, found, reference.get(key)) for key, found in rows.items()]
+
+
+def _row(key: tuple[str, str], trials: list[Mapping[str, Any]], paper: tuple[float, float] | None) -> dict[str, Any]:
+    done = [trial for trial in trials if trial["state"] == "done"]
+    row: dict[str, Any] = {"group": key[0], "label": key[1], "n": len(done), "failed": len(trials) - len(done)}
+    row["parameters"] = next((trial["parameters"] for trial in trials if trial.get("parameters")), None)
+    scores = [headline(trial["metrics"]) for trial in done]
+    for index, name in enumerate(SCORES):
+        mean, spread = mean_std([each[name] for each in scores if name in each])
+        row |= {name: mean, f"{name}_std": spread, f"{name}_paper": paper[index] if paper else None}
+    names = dict.fromkeys(name for trial in done for name in trial["metrics"])
+    row["metrics"] = {
+        name: mean_std([trial["metrics"][name] for trial in done if name in trial["metrics"]]) for name in names
+    }
+    return row
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, float]:
+    """{"PPL", "Avg"} as far as `metrics` ("task/metric") has what they need."""
+    split = [(*name.rpartition("/")[::2], value) for name, value in metrics.items()]
+    scores = scores_of({"task": task, "metric": metric, "value": value} for task, metric, value in split)
+    mean = average(scores)
+    return {name: value for name, value in (("PPL", scores.get("PPL")), ("Avg", mean)) if value is not None}
+
+
+def mean_std(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean and sample standard deviation; None where there are too few values."""
+    if not values:
+        return None, None
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def plus_minus(mean: float | None, spread: float | None, digits: int = 2) -> str:
+    """'9.31 ± 0.04', '9.31', or '' for None."""
+    if mean is None:
+        return ""
+    return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of `summarize`, every metric in two columns of its own."""
+    fixed = [key for key in rows[0] if key != "metrics"]
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    sink = io.StringIO()
+    writer = csv.writer(sink, lineterminator="\n")
+    writer.writerow([*fixed, *(part for name in names for part in (name, f"{name} std"))])
+    for row in rows:
+        numbers = [part for name in names for part in row["metrics"].get(name, (None, None))]
+        writer.writerow([*(row[key] for key in fixed), *numbers])
+    return sink.getvalue()

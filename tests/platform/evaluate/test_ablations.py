@@ -1,0 +1,71 @@
+"""Means over seeds, the paper's numbers beside them, and the tables themselves."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+import pytest
+
+from lt2.config import ConfigError
+from lt2_platform.evaluate import ablations
+from lt2_platform.evaluate.paper import TASKS
+
+
+def trial(label, ppl, seed=0, state="done", **metrics):
+    return {
+        "group": "", "label": label, "seed": seed, "state": state, "parameters": 10,
+        "metrics": {"perplexity/perplexity": ppl, **metrics} if state == "done" else {},
+    }  # fmt: skip
+
+
+def test_means_spreads_and_the_papers_values():
+    rows = ablations.summarize(
+        [trial("1:4", 9.0), trial("1:4", 9.5, 1), trial("1:4", 0, 2, "failed"), trial("2:1", 8.0)], "ratio"
+    )
+    first, second = rows
+    assert (first["n"], first["failed"], first["PPL"]) == (2, 1, 9.25)
+    assert first["PPL_std"] == pytest.approx(math.sqrt(0.125))
+    assert (first["PPL_paper"], first["Avg_paper"]) == (9.31, 61.39)
+    assert (second["PPL"], second["PPL_std"], second["PPL_paper"]) == (8.0, None, None)
+
+
+def test_the_average_needs_all_eight_tasks():
+    scores = {f"{task}/acc": 0.5 for task in TASKS} | {f"{task}/acc_norm": 0.7 for task in TASKS}
+    # acc_norm counts for ARC-C, HellaSwag and OBQA
+    assert ablations.headline(scores)["Avg"] == pytest.approx((5 * 50 + 3 * 70) / 8)
+    del scores["boolq/acc"]
+    assert ablations.headline(scores) == {}
+
+
+def test_a_configuration_without_results_keeps_its_row():
+    (row,) = ablations.summarize([trial("1:4", 0, state="failed")], None)
+    assert (row["n"], row["failed"], row["PPL"], row["metrics"]) == (0, 1, None, {})
+    assert list(csv.DictReader(io.StringIO(ablations.as_csv([row]))))[0]["PPL"] == ""
+
+
+def test_csv_has_every_metric_with_its_spread():
+    rows = ablations.summarize([trial("a", 2.0, x=1.0), trial("a", 4.0, 1, x=1.0), trial("b", 3.0)], None)
+    first, second = csv.DictReader(io.StringIO(ablations.as_csv(rows)))
+    assert (first["perplexity/perplexity"], first["x"], first["x std"]) == ("3.0", "1.0", "0.0")
+    assert second["x"] == ""
+
+
+def test_plus_minus():
+    shown = [ablations.plus_minus(*pair) for pair in ((9.314, 0.042), (9.314, None), (None, None))]
+    assert shown == ["9.31 ± 0.04", "9.31", ""]
+
+
+def test_tables_are_those_of_the_paper():
+    best = {name: min(table.rows, key=lambda key: table.rows[key][0]) for name, table in ablations.TABLES.items()}
+    assert best["ratio"] == ("", "1:4")
+    assert best["pattern"] == ("", "bookend")
+    assert best["level"] == ("", "random + vote")
+    gates = ablations.TABLES["gate"].rows
+    deltas = [
+        round(gates[model, "gate"][0] - gates[model, "no gate"][0], 2) for model in dict.fromkeys(k[0] for k in gates)
+    ]
+    assert deltas == [-0.48, -0.28, -0.19]  # as the paper prints them
+    with pytest.raises(ConfigError, match="no ablation table 'x'; it has ratio, pattern"):
+        ablations.paper_table("x")

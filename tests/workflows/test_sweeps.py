@@ -1,0 +1,190 @@
+"""Sweeps as data: which trials there are, what identifies them, and the shipped ones at their sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from lt2.accounting import parameters
+from lt2.config import ConfigError, ModelConfig
+from lt2_platform.evaluate.ablations import TABLES
+from lt2_workflows.graph import Workflow
+from lt2_workflows.loading import load_workflow, workflow_from_record
+from lt2_workflows.sweep_command import sweep_workflow
+from lt2_workflows.sweep_step import check_sweep
+from lt2_workflows.sweeps import SweepStep, TrialConfig, label_of, slug
+from tests.workflows.conftest import FAKE_STEPS
+
+PRESETS = ("ratio", "pattern", "level", "gate", "mixers", "loops")
+
+
+def fakes() -> dict:
+    return load_workflow(f"{FAKE_STEPS}:chain").record()["steps"]
+
+
+def preset(name: str, *overrides: str) -> SweepStep:
+    return load_workflow(f"sweep_{name}", overrides).configs["sweep"]
+
+
+def command(name: str, *, set_=(), grid=(), seeds=None, **options) -> SweepStep:
+    return sweep_workflow(name, list(set_), list(grid), seeds, options).configs["sweep"]
+
+
+def models(sweep: SweepStep) -> dict[str, ModelConfig]:
+    return {
+        trial.name: ModelConfig.model_validate(
+            trial.workflow.configs["pretrain"].model.model_dump() | {"vocab_size": 256}
+        )
+        for trial in sweep.expanded
+    }
+
+
+def test_trials_grid_and_seeds_are_crossed():
+    sweep = SweepStep(
+        steps=fakes(),
+        trials=(TrialConfig(label="long", group="g", settings={"first.lines": 9}), TrialConfig(label="short")),
+        grid={"second.text": ("a", "b")},
+        seeds=(3, 4),
+        seed_keys=("third.lines",),
+    )
+    assert [trial.name for trial in sweep.expanded] == [
+        f"{name}-text-{text}-seed-{seed}" for name in ("g-long", "short") for text in "ab" for seed in (3, 4)
+    ]
+    first = sweep.expanded[0]
+    assert (first.label, first.group, first.seed) == ("long text=a", "g", 3)
+    lines = [first.workflow.configs[name].lines for name in ("first", "second", "third")]
+    assert lines == [9, 3, 3]
+
+
+def test_trials_share_the_steps_in_which_they_agree():
+    sweep = SweepStep(steps=fakes(), grid={"second.lines": (1, 2)})
+    one, two = (trial.workflow.steps for trial in sweep.expanded)
+    assert one["first"].id == two["first"].id
+    assert one["second"].id != two["second"].id
+    assert one["third"].id != two["third"].id
+
+
+def test_a_sweep_is_identified_by_its_trials():
+    def fingerprint(steps, **fields):
+        return Workflow("w", {"s": SweepStep(steps=steps, **fields)}).steps["s"].fingerprint
+
+    steps = fakes()
+    same = [
+        fingerprint(steps, grid={"first.lines": (1, 2)}),
+        # the same trials, spelled differently
+        fingerprint(steps, trials=tuple(TrialConfig(label=f"lines={n}", settings={"first.lines": n}) for n in (1, 2))),
+        # resources and defaults written out are no part of it
+        fingerprint(steps, grid={"first.lines": (1, 2)}, resources={"concurrent": 7}),
+        fingerprint({**steps, "first": {"type": "write"}}, grid={"first.lines": (1, 2)}),
+    ]
+    assert len(set(same)) == 1
+    others = [
+        fingerprint(steps, grid={"first.lines": (1, 3)}),
+        fingerprint(steps, grid={"first.lines": (1, 2)}, retry=1),
+        fingerprint(steps, grid={"first.lines": (1, 2)}, scheduler={"type": "asha", "grace_steps": 3}),
+    ]
+    assert len({*same, *others}) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"grid": {"first.line": (1,)}}, r"line=1: first\.line: unknown key 'line'; did you mean 'lines'\?"),
+        ({"grid": {"frist.lines": (1,)}}, "unknown step 'frist'; did you mean 'first'"),
+        ({"grid": {"first.lines": ("x",)}}, "lines=x: first.lines"),
+        ({"grid": {"first.lines": tuple(range(10_001))}}, "10,001 trials; at most 10,000"),
+        ({"match_parameters": "pretrain"}, "match_parameters: the recipe has no step 'pretrain'"),
+        ({"paper": "ratios"}, "no ablation table 'ratios'"),
+        ({"scheduler": {"type": "asha", "grace_steps": 1}}, "scheduler.step: the recipe has no step 'pretrain'"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_runs(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sweep(SweepStep(steps=fakes(), **fields))
+
+
+def test_labels_tell_keys_apart():
+    assert label_of({"a.train.lr": 0.1, "b.train.lr": 0.2}) == "a.train.lr=0.1 b.train.lr=0.2"
+    assert label_of({"a.model.layout": {"type": "uniform", "mixer": {}}, "a.x": [1]}) == "layout=uniform x=[1]"
+    assert slug("Looped Hybrid (Full+GDN) 1:4") == "looped-hybrid-full-gdn-1-4"
+    sweep = SweepStep(steps=fakes(), grid={"first.text": ("A B", "a-b")})
+    assert [trial.name for trial in sweep.expanded] == ["text-a-b", "text-a-b-2"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_labels_of_a_shipped_sweep_are_those_of_the_papers_table(name):
+    sweep = preset(name)
+    if sweep.paper is None:
+        assert name == "loops"
+        return
+    found = {(trial.group, trial.label) for trial in sweep.expanded}
+    assert found >= TABLES[sweep.paper].rows.keys() - {("", "Transformer")}
+    assert {trial.seed for trial in sweep.expanded} == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["ratio", "level", "gate"])
+def test_trials_have_as_many_parameters_as_the_recipe(name):
+    sizes = {trial: parameters(model).total for trial, model in models(preset(name)).items()}
+    assert max(sizes.values()) / min(sizes.values()) < 1.01, sizes
+    widths = {model.ffn_dim for model in models(preset(name)).values()}
+    assert len(widths) > 1  # without matching they would differ
+
+
+def test_ratios_and_patterns_differ_in_their_layers():
+    from lt2.layout import layout
+
+    counts = [sum(m.type == "full" for m in layout(model)[0]) for model in models(preset("ratio")).values()]
+    assert counts[::2] == [15, 7, 3, 2, 1, 0]
+    rows = {tuple(m.type for m in layout(model)[0]) for model in models(preset("pattern")).values()}
+    assert len(rows) == 4
+
+
+@pytest.mark.parametrize("size", ["0.6b", "1.3b"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_full_size_sweeps_are_the_papers_runs(name, size):
+    sweep = preset(f"{name}:{size}")
+    for trial in sweep.expanded:
+        train = trial.workflow.configs["pretrain"].train
+        assert (train.steps, train.global_batch_size, train.seed, train.init_seed) == (255_000, 96, 777, 42)
+    assert {task.type for task in sweep.expanded[0].workflow.configs["evaluate"].tasks} == {"perplexity", "harness"}
+
+
+def test_command_on_a_shipped_sweep():
+    sweep = command("ratio", set_=["pretrain.train.steps=30", "sweep.retry=2"], seeds="5,6,7", concurrent=3, asha=10)
+    assert {trial.workflow.configs["pretrain"].train.steps for trial in sweep.expanded} == {30}
+    assert {trial.workflow.configs["pretrain"].train.seed for trial in sweep.expanded} == {5, 6, 7}
+    assert (sweep.retry, sweep.resources.concurrent, sweep.scheduler.grace_steps) == (2, 3, 10)
+
+
+def test_command_on_any_recipe():
+    keys = ["pretrain.train.lr=[1e-3, 3e-4]", "pretrain.model.layout.ratio=[1:1, 1:4]"]
+    sweep = command("quickstart", grid=keys, seeds="1")
+    assert [trial.label for trial in sweep.expanded] == [
+        f"lr={lr} ratio={ratio}" for lr in ("0.001", "0.0003") for ratio in ("1:1", "1:4")
+    ]
+    assert sweep.seed_keys == ("pretrain.train.seed",)
+    assert "report" in sweep.expanded[0].workflow.steps
+    recall = command("state_recall", grid=["full.n_loops=[1, 2]"], seeds="1,2")
+    assert {trial.workflow.configs["full"].seed for trial in recall.expanded} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "quickstart"}, "quickstart is not a sweep .*give --grid as well"),
+        ({"name": "ratios"}, "unknown recipe 'ratios'"),
+        ({"name": "ratio:7b"}, "unknown size '7b' of a sweep"),
+        ({"name": "ratio", "grid": ["pretrain.train.lr=1e-3"]}, "--grid pretrain.train.lr: give a list"),
+        ({"name": "ratio", "grid": ["pretrain.train.lr"]}, "--grid pretrain.train.lr: expected key=value"),
+        ({"name": "ratio", "seeds": "a"}, r"sweep\.seeds\.0: .*integer"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        command(**arguments)
+
+
+def test_a_trial_names_its_sweep_in_its_record():
+    workflow = Workflow("w", load_workflow(f"{FAKE_STEPS}:chain").configs, None, part_of="sweep-12345678")
+    replayed = workflow_from_record(workflow.record(), source="record")
+    assert replayed.part_of == "sweep-12345678"
+    assert replayed.id == workflow.id

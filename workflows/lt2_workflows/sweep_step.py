@@ -1,0 +1,218 @@
+"""The sweep step: what trials share is run first, then Ray Tune runs the trials, then the table is written.
+
+    out/trials/<name>.json   how a trial ended; a trial that has one is not run again
+    out/sweep.json           {"title", "paper", "trials", "rows"}: see `write_table`
+    out/table.txt, .csv
+
+Tune's own state is thrown away with every attempt, as Ray Train's is: the truth is in the trials' own steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lt2.config import ConfigError
+from lt2_platform.evaluate import ablations
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.console import amount, table
+from lt2_workflows.graph import STEP_TYPES, Workflow, step_type
+from lt2_workflows.local_ray import join_ray
+from lt2_workflows.records import TTL_S, step_state
+from lt2_workflows.sweeps import SweepStep, Trial, training_step
+
+if TYPE_CHECKING:
+    from lt2_platform.results import ResultsStore
+
+# Variables by which a process finds Ray, and with which code: those of a submitted job travel in the last one.
+RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+
+
+def check_sweep(config: SweepStep) -> None:
+    """Raise ConfigError for bad input that can be seen before anything runs."""
+    if config.paper is not None:
+        ablations.paper_table(config.paper)
+    for trial in config.expanded:
+        for step in trial.workflow.configs.values():
+            if (check := STEP_TYPES[step.type].check) is not None:
+                check(step)
+        if config.scheduler.type == "asha" and config.scheduler.step not in trial.workflow.configs:
+            raise ConfigError(f"scheduler.step: the recipe has no step {config.scheduler.step!r}")
+
+
+def describe_sweep(config: SweepStep, context: StepContext) -> str:
+    """A line per trial: what its steps would do and cost, and which are done."""
+    lines = [f"{len(config.expanded)} trials, {config.resources.concurrent} at a time, {config.scheduler.type}"]
+    width = max(len(trial.name) for trial in config.expanded)
+    for trial in config.expanded:
+        steps = trial.workflow.steps.values()
+        done = sum(step_state(context.storage, step.folder)["state"] == "done" for step in steps)
+        lines.append(f"    {trial.name:<{width}}  {done}/{len(steps)} steps done  {_cost(trial, context)}".rstrip())
+    return "\n".join(lines)
+
+
+def _cost(trial: Trial, context: StepContext) -> str:
+    inner = replace(context, workflow=trial.workflow)
+    for name, step in trial.workflow.steps.items():
+        describe = STEP_TYPES[step.config.type].describe
+        if describe is not None and hasattr(step.config, "train"):
+            return f"{name}: {describe(step.config, replace(inner, step=step))}"
+    return ""
+
+
+@step_type(SweepStep, check=check_sweep, describe=describe_sweep)
+def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
+    """Result: {"text": the table, "trials": number, "failed", "rows": as `ablations.summarize` without metrics}.
+
+    Raises ConfigError when no trial at all got anywhere, with the first one's error.
+    """
+    environment = _environment(config.resources.concurrent)
+    workflows = {trial.name: _workflow(trial, context) for trial in config.expanded}
+    _run_shared(list(workflows.values()), context)
+    records = run_trials(config, workflows, context, environment)
+    failed = [record for record in records if record["state"] == "failed"]
+    if len(failed) == len(records):
+        raise ConfigError(f"all {len(records)} trials failed; {failed[0]['name']}: {failed[0]['error']}")
+    return write_table(config, records, context)
+
+
+def _environment(concurrent: int) -> dict[str, str]:
+    """How a trial's processes find Ray, and their share of this machine's cores: with too many threads they spin."""
+    import ray
+
+    join_ray()
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // concurrent))
+    found = {name: os.environ[name] for name in RAY_VARIABLES if name in os.environ}
+    return found | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "OMP_NUM_THREADS": threads}
+
+
+def _workflow(trial: Trial, context: StepContext) -> Workflow:
+    name = f"{context.workflow.name}-{trial.name}"
+    return replace(trial.workflow, name=name, recipe_file=context.workflow.recipe_file, part_of=context.step.id)
+
+
+def _run_shared(workflows: Sequence[Workflow], context: StepContext) -> None:
+    """Run the steps that are the same in every trial, so that a bad source fails once and no trial waits for it."""
+    from lt2_workflows import executor
+
+    if len(workflows) < 2:
+        return
+    first = workflows[0]
+    same = {
+        name
+        for name, step in first.steps.items()
+        if all(name in each.steps and each.steps[name].fingerprint == step.fingerprint for each in workflows)
+    }
+    configs = {name: step.config for name, step in first.steps.items() if name in same}
+    if not configs:
+        return
+    shared = replace(first, name=f"{context.workflow.name}-shared", configs=configs)
+
+    def say(event: dict[str, Any]) -> None:
+        if event["event"] == "progress":
+            context.progress(event["values"])
+
+    outcomes = executor.run(shared, context.storage, say=say)
+    for name, outcome in outcomes.items():
+        if outcome.state in ("failed", "bad_input"):
+            raise ConfigError(f"{name}, which every trial needs: {outcome.error} (log: {outcome.log})")
+
+
+# Ray Tune
+
+
+def run_trials(
+    config: SweepStep, workflows: Mapping[str, Workflow], context: StepContext, environment: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Run what has no record yet; the records of all trials, in order."""
+    folder = f"{context.step.folder}/out/trials"
+    known = {name.removesuffix(".json") for name in context.storage.list(folder)}
+    asha = config.scheduler.type == "asha"
+    jobs = {}
+    for trial in config.expanded:
+        if trial.name in known and not asha:
+            continue
+        jobs[trial.name] = {
+            "label": trial.label,
+            "record": workflows[trial.name].record(),
+            "storage": context.storage.root,
+            "environment": dict(environment),
+            "ttl_s": TTL_S,
+            "watch": config.scheduler.step if asha else training_step(trial),
+            "replay": asha,
+            "ended": trial.name in known,  # only its curve is of interest, to the scheduler
+        }
+    if len(known) < len(config.expanded):
+        from lt2_workflows.sweep_tune import tune_trials  # Ray Tune
+
+        tune_trials(config, jobs, context, folder)
+    records = [context.storage.read_json(f"{folder}/{trial.name}.json") for trial in config.expanded]
+    log_to_runs(records, context)
+    return records
+
+
+# The table
+
+
+def log_to_runs(records: Sequence[Mapping[str, Any]], context: StepContext) -> None:
+    """Add each trial's headline numbers to its run as evaluation "sweep", task <the step's id>.
+
+    So the dashboard's sweeps page, told to show that result, draws the runs of this sweep and no others.
+    """
+    from lt2_platform.results import ResultsStore
+
+    store: ResultsStore = ResultsStore(context.storage)
+    known = {run for run, name, row in store.index().evals if name == "sweep" and row["task"] == context.step.id}
+    for record in records:
+        if record["run"] is None or record["run"] in known:
+            continue
+        numbers = ablations.headline(record["metrics"]) or dict(list(record["metrics"].items())[:8])
+        rows = [{"task": context.step.id, "metric": name, "value": value} for name, value in numbers.items()]
+        store.log_eval(record["run"], "sweep", rows)
+
+
+def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepContext) -> dict[str, Any]:
+    """Write sweep.json, table.txt and table.csv; the step's result."""
+    rows = ablations.summarize(records, config.paper)
+    title = ablations.paper_table(config.paper).title if config.paper else context.workflow.name
+    shown = [_shown(row, config.paper is not None) for row in rows]
+    columns = [name for name in shown[0] if any(line[name] not in ("", None) for line in shown)]
+    bad = [f"{record['name']} {record['state']}{_why(record)}" for record in records if record["state"] != "done"]
+    text = "\n".join([f"\n{title}\n", table(shown, columns), *_notes(config), *bad, ""])
+    out = f"{context.step.folder}/out"
+    whole = {"title": title, "paper": config.paper, "trials": records, "rows": rows}
+    context.storage.write_json(f"{out}/sweep.json", whole)
+    context.storage.write_bytes(f"{out}/table.txt", text.encode())
+    context.storage.write_bytes(f"{out}/table.csv", ablations.as_csv(rows).encode())
+    failed = sum(record["state"] == "failed" for record in records)
+    kept = [{key: value for key, value in row.items() if key != "metrics"} for row in rows]
+    return {"text": text, "title": title, "trials": len(records), "failed": failed, "rows": kept}
+
+
+def _shown(row: Mapping[str, Any], with_paper: bool) -> dict[str, Any]:
+    line = {"group": row["group"], "configuration": row["label"]}
+    line["parameters"] = amount(row["parameters"]) if row["parameters"] else ""
+    line |= {"seeds": row["n"], "failed": row["failed"] or ""}
+    for name in ablations.SCORES:
+        line[name] = ablations.plus_minus(row[name], row[f"{name}_std"])
+        if with_paper:
+            line[f"{name}, paper"] = row[f"{name}_paper"]
+    if row["PPL"] is None and row["Avg"] is None:
+        line |= {key: ablations.plus_minus(*pair, digits=3) for key, pair in list(row["metrics"].items())[:6]}
+    return line
+
+
+def _notes(config: SweepStep) -> Iterator[str]:
+    if config.paper is not None:
+        yield ""
+        yield "Paper: 100B tokens of FineWeb-Edu. Perplexities on other data or at other sizes differ in scale."
+    if len(config.seeds) > 1:
+        yield "± is the standard deviation over seeds."
+
+
+def _why(record: Mapping[str, Any]) -> str:
+    if record["state"] == "stopped":
+        return f" by the scheduler at step {record['last']['step']:,}" if record["last"] else " by the scheduler"
+    return f": {record['error']}" + (f" (log: {record['log']})" if record["log"] else "")

@@ -1,0 +1,131 @@
+"""What runs inside a Tune trial: the trial's workflow, by the same engine as any other.
+
+The trial itself holds no CPU and no state. Its steps run in processes that end with it (their stdin is a pipe from
+here), so a trial that the scheduler stops, or whose driver is killed, leaves neither workers nor reservations behind.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from lt2.config import ConfigError, load_source
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_workflows.graph import Workflow
+from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.records import read_done
+
+SMOOTHED = 10  # reported values of the loss that are averaged
+REPORT_SECONDS = 1.0
+REPLAYED = 50  # points of a stored curve
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def run_trial(config: dict[str, Any], jobs: dict[str, dict[str, Any]]) -> None:
+    """A Tune trainable. `config["trial"]` names one of `jobs`, plain JSON that `lt2_workflows.sweep_step` makes.
+
+    Reports {"step", "loss"} of the job's watched step and at the end {"outcome": as `outcome` returns it}.
+    """
+    from ray import tune
+
+    job = jobs[config["trial"]]
+    # Where Ray is and how to authenticate: our steps' processes connect on their own, as any driver does.
+    os.environ.update(job["environment"])
+    if job["record"]["recipe_file"]:
+        load_source(job["record"]["recipe_file"])
+    workflow = workflow_from_record(job["record"], source=job["label"])
+    storage = Storage(job["storage"])
+    seen = 0
+    for values in replayed(storage, workflow, job["watch"]) if job["replay"] else ():
+        tune.report(values)
+        seen = values["step"]
+    if job["ended"]:
+        return
+    tune.report({"outcome": drive(workflow, storage, job, seen, tune.report)})
+
+
+def replayed(storage: Storage, workflow: Workflow, step: str) -> Iterator[dict[str, Any]]:
+    """The stored loss curve of an earlier attempt, as it was reported: a restored scheduler compares the same rungs."""
+    curve = ResultsStore(storage).metrics(workflow.steps[step].id, ["loss"]).to_pydict()
+    points = list(zip(curve["step"], curve["value"], strict=True))
+    stride = max(1, len(points) // REPLAYED)
+    for end in range(stride, len(points) + 1, stride):
+        recent = [loss for _, loss in points[max(0, end - SMOOTHED) : end]]
+        yield {"step": points[end - 1][0], "loss": sum(recent) / len(recent)}
+
+
+def drive(workflow: Workflow, storage: Storage, job: dict[str, Any], seen: int, report: Report) -> dict[str, Any]:
+    """Run the workflow in a thread and pass on its progress; the outcome."""
+    from lt2_workflows import executor
+
+    events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    found: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            found["outcomes"] = executor.run(workflow, storage, ttl_s=job["ttl_s"], say=events.put)
+        except ConfigError as error:
+            found["error"] = str(error)
+        except Exception as error:
+            found["raised"] = error
+        finally:
+            events.put(None)
+
+    threading.Thread(target=work, name="trial", daemon=True).start()
+    recent: deque[float] = deque(maxlen=SMOOTHED)
+    reported = time.monotonic()
+    while (event := events.get()) is not None:
+        values = event.get("values") or {}
+        if event["event"] != "progress" or event["step"] != job["watch"] or values.get("loss") is None:
+            continue
+        recent.append(values["loss"])
+        if values["step"] > seen and time.monotonic() - reported >= REPORT_SECONDS:
+            seen, reported = values["step"], time.monotonic()
+            report({"step": seen, "loss": sum(recent) / len(recent)})
+    if "raised" in found:
+        raise found["raised"]
+    return outcome(workflow, storage, found)
+
+
+def outcome(workflow: Workflow, storage: Storage, found: dict[str, Any]) -> dict[str, Any]:
+    """{"state": done or failed, "error", "log", "run", "metrics"} of a workflow that ended."""
+    if "error" in found:
+        return {"state": "failed", "error": found["error"], "log": None, "run": None, "metrics": {}}
+    for name, each in found["outcomes"].items():
+        if each.state in ("failed", "bad_input"):
+            return {"state": "failed", "run": None, "metrics": {}, **_failure(name, asdict(each))}
+    run, metrics = results_of(workflow, storage)
+    return {"state": "done", "error": None, "log": None, "run": run, "metrics": metrics}
+
+
+def _failure(step: str, outcome: dict[str, Any]) -> dict[str, Any]:
+    return {"error": f"{step}, attempt {outcome['attempt']}: {outcome['error']}", "log": outcome["log"]}
+
+
+def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[str, float]]:
+    """(the run of the results store, its numbers) of a finished workflow.
+
+    Of steps with evaluation rows, "task/metric" at the depth the model was trained for; of others the plain numbers
+    they returned, under the name of the step.
+    """
+    run, metrics = None, {}
+    for name, step in workflow.steps.items():
+        done = read_done(storage, step)
+        result = done["result"] if done else {}
+        run = result.get("run", run)
+        if "rows" in result:
+            for row in result["rows"]:
+                if row["n_loops"] == result["n_loops"]:
+                    metrics[f"{row['task']}/{row['metric']}"] = row["value"]
+        else:
+            numbers = {key: value for key, value in result.items() if type(value) in (int, float)}
+            metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
+    return run, metrics

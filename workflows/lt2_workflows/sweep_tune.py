@@ -1,0 +1,134 @@
+"""The trials of a sweep under Ray Tune: how many at a time, where, which are stopped early, and a record of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+
+from lt2.accounting import parameters
+from lt2.config import ModelConfig
+from lt2_platform.storage import Storage
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.sweep_trial import run_trial
+from lt2_workflows.sweeps import SweepStep, Trial, training_step
+
+HEAD = "node:__internal_head__"  # a resource that every cluster's head has
+DRIVERS = "tune_driver"  # one that a cluster may have, to say where trials are driven from
+TRIAL_SHARE = 0.001
+ACTOR_FAILURES = 2
+
+
+def tune_trials(config: SweepStep, jobs: dict[str, dict[str, Any]], context: StepContext, folder: str) -> None:
+    """Run the jobs (of `sweep_trial.run_trial`, by trial) and write `<folder>/<name>.json` as they end."""
+    # Ctrl-C and SIGTERM are the attempt's own business, and our records replace Tune's files.
+    # Strict checking would have a trial's last word, its outcome, carry a loss.
+    names = ("SIGINT_HANDLER", "AUTO_CALLBACK_LOGGERS", "STRICT_METRIC_CHECKING")
+    os.environ.update({f"TUNE_DISABLE_{name}": "1" for name in names})
+    # No CPU: a trial that held one would keep it from its own workers, and two such trials from each other's.
+    place = {"CPU": 0, DRIVERS if DRIVERS in ray.cluster_resources() else HEAD: TRIAL_SHARE}
+    storage = Storage(context.storage.join(context.step.folder, "out/tune"))
+    filesystem, path = storage.arrow_fs("")
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(run_trial, jobs=jobs), place),
+        param_space={"trial": tune.grid_search(list(jobs))},
+        tune_config=tune.TuneConfig(
+            scheduler=_scheduler(config),
+            max_concurrent_trials=config.resources.concurrent,
+            trial_name_creator=_name,
+            trial_dirname_creator=_name,
+        ),
+        run_config=tune.RunConfig(
+            name=f"attempt-{len(storage.list('')) + 1:04d}",
+            storage_path=path,
+            storage_filesystem=filesystem,
+            failure_config=tune.FailureConfig(max_failures=ACTOR_FAILURES),
+            callbacks=[TrialRecords(config, context, folder)],
+            verbose=0,
+        ),
+    )
+    tuner.fit()
+
+
+def _name(trial: Any) -> str:
+    return trial.config["trial"]
+
+
+def _scheduler(config: SweepStep) -> Any:
+    if config.scheduler.type == "fifo":
+        return FIFOScheduler()
+    return ASHAScheduler(
+        time_attr="step",
+        metric="loss",
+        mode="min",
+        grace_period=config.scheduler.grace_steps,
+        reduction_factor=config.scheduler.reduction,
+        max_t=10**12,  # Tune stops a trial that reaches it, and ours go on to be evaluated
+    )
+
+
+class TrialRecords(tune.Callback):
+    """Writes `<folder>/<name>.json` as trials end, and says how far the sweep is.
+
+    A record: {"name", "label", "group", "seed", "settings", "steps": {name: id}, "parameters", "state": done, failed or
+    stopped, "error", "log", "run", "metrics": {"task/metric": value}, "last": {"step", "loss"} or None}.
+    """
+
+    def __init__(self, config: SweepStep, context: StepContext, folder: str):
+        self.context, self.folder = context, folder
+        self.trials = {trial.name: trial for trial in config.expanded}
+        self.last: dict[str, dict[str, Any]] = {}
+        self.outcomes: dict[str, dict[str, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune pickles its callbacks into a state that we never restore
+
+    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
+        if "outcome" in result:
+            self.outcomes[_name(trial)] = result["outcome"]
+        elif "loss" in result:
+            self.last[_name(trial)] = {"step": result["step"], "loss": result["loss"]}
+            self._say(f"{_name(trial)}: step {result['step']:,}, loss {result['loss']:.4f}")
+
+    def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+        stopped = {"state": "stopped", "error": None, "log": None, "run": None, "metrics": {}}
+        self._end(_name(trial), self.outcomes.get(_name(trial), stopped))
+
+    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+        if trial.status == "ERROR":  # not one that is started again
+            error = _last_line(trial.error_file)
+            self._end(_name(trial), {"state": "failed", "error": error, "log": None, "run": None, "metrics": {}})
+
+    def _end(self, name: str, outcome: Mapping[str, Any]) -> None:
+        path = f"{self.folder}/{name}.json"
+        if not self.context.storage.exists(path):  # a trial that was only replayed has one
+            trial = self.trials[name]
+            fields = {key: getattr(trial, key) for key in ("name", "label", "group", "seed", "settings")}
+            steps = {step: each.id for step, each in trial.workflow.steps.items()}
+            more = {"steps": steps, "parameters": count(trial), "last": self.last.get(name)}
+            self.context.storage.write_json(path, fields | more | dict(outcome))
+        self._say(f"{name}: {outcome['state']}")
+
+    def _say(self, message: str) -> None:
+        ended = len(self.context.storage.list(self.folder))
+        self.context.progress({"step": ended, "steps": len(self.trials), "message": message})
+
+
+def _last_line(error_file: str | None) -> str:
+    lines: list[str] = []
+    if error_file and os.path.exists(error_file):
+        with open(error_file) as file:
+            lines = [line.strip() for line in file if line.strip()]
+    return lines[-1] if lines else "the trial's process was lost"
+
+
+def count(trial: Trial) -> int | None:
+    """Parameters of the trained model; a vocabulary left to the tokenizer counts as 256."""
+    model = getattr(trial.workflow.configs.get(training_step(trial)), "model", None)
+    if model is None:
+        return None
+    return parameters(ModelConfig.model_validate(model.model_dump() | {"vocab_size": model.vocab_size or 256})).total

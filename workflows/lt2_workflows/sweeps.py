@@ -1,0 +1,200 @@
+"""Sweeps as data: one recipe, and the settings in which its trials differ.
+
+A trial is a workflow of its own: the recipe with its settings. So a trial is a full training run and its evaluation,
+it continues where it was cut off, and what trials share (prepared data, a run that two sweeps contain) is done once.
+The sweep's identity is that of its trials. Importable without torch or Ray; only parameter matching needs torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lt2.config import Config, ConfigError
+from lt2_workflows.graph import Ref, Resources, StepConfig, Workflow, canonical
+from lt2_workflows.loading import apply_overrides, workflow_from_record
+
+MAX_TRIALS = 10_000
+
+
+class TrialConfig(Config):
+    """One configuration of a sweep: `settings` maps keys of the recipe to values, as in `--set`."""
+
+    label: str
+    group: str = ""
+    settings: dict[str, Any] = {}
+
+
+class Fifo(Config):
+    """Every trial runs to its end: what an ablation at matched tokens needs."""
+
+    type: Literal["fifo"] = "fifo"
+
+
+class Asha(Config):
+    """Asynchronous successive halving on the training loss of step `step`, compared at equal training steps.
+
+    At `grace_steps`, then at `reduction` times as many and so on, a trial goes on if it is in the best 1/`reduction` of
+    those that got there. The loss is the mean of the last ten values the run reported.
+    """
+
+    type: Literal["asha"] = "asha"
+    step: str = "pretrain"
+    grace_steps: int = Field(ge=1)
+    reduction: int = Field(default=3, ge=2)
+
+
+class SweepResources(Resources):
+    """`concurrent` trials at a time; each asks Ray for what its steps need and waits for it, holding nothing."""
+
+    concurrent: int = Field(default=2, ge=1)
+
+
+class SweepRef(Ref):
+    """The trials of a sweep."""
+
+    accepts: ClassVar[str] = "sweep"
+
+
+class SweepStep(StepConfig):
+    """`trials` x `grid` x `seeds` of the recipe whose steps are `steps`.
+
+    `grid` maps keys of the recipe to lists of values. `seeds` are written to every one of `seed_keys`; without them the
+    recipe's own stay. `match_parameters` names a training step: the FFN width of every trial is then chosen so that its
+    parameters are as many as the recipe's own. `paper` names the table of the paper that the labels belong to (see
+    lt2_platform.evaluate.ablations). A failed trial stays failed; raise `retry` to run such trials again.
+    """
+
+    produces: ClassVar[str] = "sweep"
+    uses_ray: ClassVar[bool] = True
+    type: Literal["sweep"] = "sweep"
+    resources: SweepResources = SweepResources()
+    steps: dict[str, dict[str, Any]]
+    trials: tuple[TrialConfig, ...] = ()
+    grid: dict[str, tuple[Any, ...]] = {}
+    seeds: tuple[int, ...] = ()
+    seed_keys: tuple[str, ...] = ("pretrain.train.seed",)
+    match_parameters: str | None = None
+    scheduler: Annotated[Fifo | Asha, Field(discriminator="type")] = Fifo()
+    paper: str | None = None
+    retry: int = Field(default=0, ge=0)
+
+    @property
+    def workers(self) -> int:
+        return max(config.workers for trial in self.expanded for config in trial.workflow.configs.values())
+
+    def identity(self, identities: Mapping[str, str]) -> Any:
+        trials = {
+            trial.name: {name: step.fingerprint for name, step in trial.workflow.steps.items()}
+            for trial in self.expanded
+        }
+        more = {"scheduler": canonical(self.scheduler, {}), "paper": self.paper, "retry": self.retry}
+        kept = {name: value for name, value in more.items() if value}
+        return {"type": self.type, "trials": trials, **kept}
+
+    @cached_property
+    def expanded(self) -> tuple[Trial, ...]:
+        """All trials in order. Raises ConfigError for settings that the recipe cannot take."""
+        return tuple(expand(self))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the recipe; `name` is unique in its sweep, `label` and `group` are those of its configuration."""
+
+    name: str
+    label: str
+    group: str
+    seed: int | None
+    settings: dict[str, Any]
+    steps: dict[str, Any] = field(repr=False)
+    workflow: Workflow = field(repr=False)
+
+
+def expand(config: SweepStep) -> list[Trial]:
+    base = workflow_of(config, "recipe", config.steps)
+    if config.match_parameters is not None and config.match_parameters not in base.configs:
+        raise ConfigError(f"match_parameters: the recipe has no step {config.match_parameters!r}")
+    found: list[Trial] = []
+    configurations = config.trials or (TrialConfig(label=""),)
+    points = [dict(zip(config.grid, values)) for values in itertools.product(*config.grid.values())]
+    total = len(configurations) * len(points) * max(1, len(config.seeds))
+    if total > MAX_TRIALS:
+        raise ConfigError(f"the sweep has {total:,} trials; at most {MAX_TRIALS:,}")
+    for configuration, point, seed in itertools.product(configurations, points, config.seeds or (None,)):
+        label = " ".join(part for part in (configuration.label, label_of(point)) if part) or "recipe"
+        settings = {**configuration.settings, **point}
+        seeds = {} if seed is None else dict.fromkeys(config.seed_keys, seed)
+        steps = deepcopy(config.steps)
+        apply_overrides(steps, list({**settings, **seeds}.items()))
+        if config.match_parameters is not None:
+            match_parameters(steps, config.match_parameters, base)
+        words = [configuration.group, label, "" if seed is None else f"seed {seed}"]
+        name = unique(slug(" ".join(words)), {trial.name for trial in found})
+        workflow = workflow_of(config, name, steps, source=label)
+        found.append(Trial(name, label, configuration.group, seed, settings, steps, workflow))
+    return found
+
+
+def workflow_of(config: SweepStep, name: str, steps: dict[str, Any], source: str = "sweep") -> Workflow:
+    return workflow_from_record({"workflow": name, "recipe_file": None, "steps": steps}, source=source)
+
+
+def training_step(trial: Trial) -> str:
+    """The first step that trains, "" if none does."""
+    return next((name for name, step in trial.workflow.configs.items() if hasattr(step, "train")), "")
+
+
+def label_of(point: Mapping[str, Any]) -> str:
+    """'lr=0.001 ratio=1:4': the last part of each key, or as much of it as tells the keys apart."""
+    parts = []
+    for key, value in point.items():
+        words = key.split(".")
+        size = next(
+            n for n in range(1, len(words) + 1)
+            if [other.split(".")[-n:] for other in point].count(words[-n:]) == 1
+        )  # fmt: skip
+        shown = value.get("type", json.dumps(value)) if isinstance(value, dict) else value
+        parts.append(f"{'.'.join(words[-size:])}={shown}")
+    return " ".join(parts)
+
+
+def slug(text: str) -> str:
+    """A usable name: '1:4 seed 0' becomes '1-4-seed-0'."""
+    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-_")[:60] or "trial"
+
+
+def unique(name: str, taken: set[str]) -> str:
+    return name if name not in taken else next(f"{name}-{n}" for n in itertools.count(2) if f"{name}-{n}" not in taken)
+
+
+def match_parameters(steps: dict[str, Any], step: str, base: Workflow) -> None:
+    """Set the FFN width of `step` so that its model has as many parameters as the recipe's, as near as widths allow.
+
+    From 1,024 on widths are multiples of 64, as kernels like. A model as large as the recipe's is left alone.
+    """
+    from lt2.accounting import parameters
+    from lt2.config import ModelConfig
+
+    def sized(model: Any) -> ModelConfig:
+        return ModelConfig.model_validate(model.model_dump() | {"vocab_size": model.vocab_size or 256})
+
+    ours = sized(workflow_from_record({"workflow": "trial", "steps": steps}, source="sweep").configs[step].model)  # type: ignore[attr-defined]
+    difference = parameters(sized(base.configs[step].model)).total - parameters(ours).total  # type: ignore[attr-defined]
+    unit = 64 if ours.ffn_dim >= 1024 else 1
+    width = ours.ffn_dim + unit * round(difference / (3 * ours.dim * ours.n_layers * unit))
+    if width < unit:
+        raise ConfigError(
+            f"{step}.model: no FFN width makes it as small as the recipe's model; it would be {width}. "
+            "Leave match_parameters out or take a wider recipe"
+        )
+    if width != ours.ffn_dim:
+        steps[step]["model"]["ffn_hidden"] = width
