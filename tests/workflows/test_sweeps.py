@@ -118,7 +118,7 @@ def test_labels_of_a_shipped_sweep_are_those_of_the_papers_table(name):
         return
     found = {(trial.group, trial.label) for trial in sweep.expanded}
     assert found >= TABLES[sweep.paper].rows.keys() - {("", "Transformer")}
-    assert {trial.seed for trial in sweep.expanded} == {0, 1}
+    assert {trial.seed for trial in sweep.expanded} == ({0} if name == "mixers" else {0, 1})
 
 
 @pytest.mark.parametrize("name", ["ratio", "level", "gate"])

@@ -165,6 +165,18 @@ def status(
 
 
 @app.command()
+def report(
+    workflow: Annotated[str, typer.Argument(metavar="WORKFLOW", help="A workflow's id or name.")],
+    storage: StorageOption = None,
+) -> None:
+    """Write a workflow's report, Markdown and one HTML file, into its folder: steps, numbers, curves, sweeps."""
+    from lt2_workflows.report import write_report
+
+    root = _storage(storage)
+    typer.echo(root.join(write_report(root, workflow), "report.html"))
+
+
+@app.command()
 def results(storage: StorageOption = None, json_: JsonOption = False) -> None:
     """Show the numbers of every run: run, step, metric, value, and how the runs' configs differ."""
     from lt2_platform.results import ResultsStore

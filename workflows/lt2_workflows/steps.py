@@ -17,7 +17,7 @@ from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import AnyTask, PerplexityConfig, ThroughputConfig
 from lt2_platform.storage import absolute, filesystem
 from lt2_platform.train.config import PretrainConfig, PretrainModel, resolve_model
-from lt2_workflows import state_recall_step, sweep_step  # noqa: F401  register their step types
+from lt2_workflows import document_step, state_recall_step, sweep_step  # noqa: F401  register their step types
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount, table
 from lt2_workflows.graph import Ref, Resources, StepConfig, step_type

@@ -140,7 +140,7 @@ def run_trials(
             "storage": context.storage.root,
             "environment": dict(environment),
             "ttl_s": TTL_S,
-            "watch": config.scheduler.step if asha else training_step(trial),
+            "watch": config.scheduler.step if config.scheduler.type == "asha" else training_step(trial),
             "replay": asha,
             "ended": trial.name in known,  # only its curve is of interest, to the scheduler
         }

@@ -1,0 +1,158 @@
+"""Reports hold what storage holds, in Markdown and in one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from lt2.config import ConfigError
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_workflows.executor import run
+from lt2_workflows.loading import load_workflow, workflow_from_record
+from lt2_workflows.report import Section, Table, as_html, as_markdown, result_parts, sweep_parts, write_report
+from lt2_workflows.svg import Axis, Dots, Line, dot_chart, line_chart
+from tests.workflows.conftest import FAKE_STEPS
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return Storage(str(tmp_path / "storage"))
+
+
+class Balanced(HTMLParser):
+    """Raises when tags do not match."""
+
+    VOID = ("meta", "link", "img", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def check_html(text: str) -> None:
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    assert not re.search(r"(src|href)=|<script|url\(", text), "a report needs nothing but itself"
+
+
+def test_report_of_a_workflow_with_a_failed_step(storage):
+    workflow = load_workflow(f"{FAKE_STEPS}:branches", ["left.fail=error"])
+    run(workflow, storage)
+    with ResultsStore(storage).create_run(workflow.steps["root"].id, {"config": {}}) as writer:
+        for step in range(1, 6):
+            writer.log(step, {"loss": 5.0 / step, "validation_loss": 4.0})
+    folder = write_report(storage, "branches")
+    assert folder == f"workflows/{workflow.id}/report"
+    text = storage.read_bytes(f"{folder}/report.md").decode()
+    assert re.search(r"\| left \| failed \| 1 \| \d+s \| left-", text)
+    assert "left: ValueError: this step fails (log: " in text
+    assert "![loss (nats) by step](figure-1.svg)" in text
+    digest = storage.read_json(f"{workflow.steps['root'].folder}/done.json")["result"]["digest"]
+    assert f"| digest | {digest} |" in text
+    page = storage.read_bytes(f"{folder}/report.html").decode()
+    check_html(page)
+    assert digest in page
+    for number in (1, 2):
+        figure = storage.read_bytes(f"{folder}/figure-{number}.svg").decode()
+        ElementTree.fromstring(figure)
+        assert figure in page
+
+
+def test_document_step_reports_what_it_names_and_all_that_needs(storage):
+    record = load_workflow(f"{FAKE_STEPS}:branches").record()
+    record["steps"]["document"] = {"type": "document", "steps": [{"step": "leaf"}]}
+    workflow = workflow_from_record(record, source="test")
+    outcomes = run(workflow, storage)
+    assert outcomes["document"].state == "done"
+    text = storage.read_bytes(f"{workflow.steps['document'].folder}/out/report.md").decode()
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == ["Steps", "root", "left", "leaf"]
+
+
+def test_which_workflow_is_meant(storage):
+    for text in ("a", "b"):
+        run(load_workflow(f"{FAKE_STEPS}:chain", [f"first.text={text}"]), storage)
+    with pytest.raises(ConfigError, match="2 workflows are called 'chain'; give the id of one: chain-"):
+        write_report(storage, "chain")
+    with pytest.raises(ConfigError, match="no workflow 'chains'"):
+        write_report(storage, "chains")
+
+
+def test_results_become_tables():
+    parts = list(
+        result_parts(
+            {"loss": 1.5, "text": "not shown", "splits": {"train": {"tokens": 7}}, "rows": [{"a": 1, "b": "x"}]}
+        )
+    )
+    assert [(list(part.columns), [list(row) for row in part.rows]) for part in parts] == [
+        (["", "value"], [["loss", 1.5], ["splits.train.tokens", 7]]),
+        (["a", "b"], [[1, "x"]]),
+    ]
+
+
+def test_names_cannot_break_the_page():
+    section = Section(
+        "<script>alert(1)</script>",
+        [
+            "a & b",
+            Table(
+                ["x|y"],
+                [
+                    [
+                        "<b>",
+                    ],
+                    ["a|b\nc"],
+                ],
+            ),
+        ],
+    )
+    page = as_html("t", [section])
+    check_html(page.replace("&lt;script", ""))
+    assert "<b>" not in page
+    assert "| a\\|b c |" in as_markdown("t", [section])
+
+
+def test_sweep_has_the_papers_numbers_beside_ours(storage):
+    row = {"group": "", "label": "1:4", "n": 2, "failed": 0, "parameters": 1000, "PPL": 12.0, "PPL_std": 0.5,
+           "PPL_paper": 9.31, "Avg": None, "Avg_std": None, "Avg_paper": 61.39,
+           "metrics": {"perplexity/perplexity": [12.0, 0.5]}}  # fmt: skip
+    parts = list(sweep_parts(ResultsStore(storage), {"title": "Ratio", "paper": "ratio", "rows": [row], "trials": []}))
+    table = next(part for part in parts if isinstance(part, Table))
+    assert dict(zip(table.columns, table.rows[0], strict=True)) == {
+        "configuration": "1:4", "seeds": 2, "parameters": 1000, "PPL": "12.00 ± 0.50", "PPL, paper": 9.31,
+        "Avg, paper": 61.39,
+    }  # fmt: skip
+    captions = [part.caption for part in parts if hasattr(part, "caption")]
+    assert captions == ["perplexity, ours", "perplexity, paper", "average of eight tasks (%), paper"]
+
+
+def test_charts():
+    chart = line_chart([Line("a<b", [(0, 1.0), (10, 2.0), (20, float("nan"))])], x="step", y="loss")
+    tree = ElementTree.fromstring(chart)
+    (line,) = tree.iter("{http://www.w3.org/2000/svg}polyline")
+    (x0, y0), (x1, y1) = (map(float, pair.split(",")) for pair in line.get("points").split())
+    assert x0 < x1  # rightwards
+    assert y0 > y1  # upwards
+    dots = ElementTree.fromstring(dot_chart(["p", "q"], [Dots("ours", [1.0, None], [0.1, None])], y="PPL"))
+    assert len(list(dots.iter("{http://www.w3.org/2000/svg}circle"))) == 1
+    with pytest.raises(ValueError, match="no finite point"):
+        line_chart([Line("a", [(0, float("inf"))])], x="", y="")
+
+
+@pytest.mark.parametrize("values", [(9.03, 10.02), (0.0, 0.0), (5.0, 5.0), (-1e-9, 1e-9), (1e20, 3e20)])
+def test_ticks_are_round_and_inside(values):
+    axis = Axis.of(values)
+    assert 2 <= len(axis.ticks) <= 7
+    assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
+    assert axis.low < min(values) or axis.high > max(values)
