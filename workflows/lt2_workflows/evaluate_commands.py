@@ -148,7 +148,9 @@ def evaluate(
         str | None, typer.Option(metavar="N,N", help="Depths to evaluate at. [default: as trained]")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task, for a quick look.")] = None,
-    num_fewshot: Annotated[int, typer.Option(min=0)] = 0,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each item. [default: as the task defines]")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     max_length: Annotated[int | None, typer.Option(min=2, help="Window in tokens. [default: the model's]")] = None,
     actors: Annotated[int, typer.Option(min=0, help="Copies of the model on Ray; 0 stays in this process.")] = 0,

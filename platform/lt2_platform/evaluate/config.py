@@ -52,7 +52,8 @@ class ThroughputConfig(TaskConfig):
 class HarnessConfig(TaskConfig):
     """lm-eval tasks on data from an evaluation pack: a suite of the paper, or tasks by name.
 
-    `num_fewshot` examples come from the pack's training split, drawn with `seed`.
+    `num_fewshot` examples (default: as many as the task's definition says) come from the pack's training split, drawn
+    with `seed`, unless the definition has its own.
     """
 
     module: ClassVar[str] = "lt2_platform.evaluate.harness.run:harness_rows"
@@ -61,7 +62,7 @@ class HarnessConfig(TaskConfig):
     suite: Literal["core", "recall", "needles", "ruler", "reasoning"] | None = None
     tasks: tuple[str, ...] = ()
     limit: int | None = Field(default=None, ge=1)
-    num_fewshot: int = Field(default=0, ge=0)
+    num_fewshot: int | None = Field(default=None, ge=0)
     seed: int = 1234
     batch_size: int = Field(default=16, ge=1)
     max_length: int | None = Field(default=None, ge=2)

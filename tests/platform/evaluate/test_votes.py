@@ -14,7 +14,7 @@ from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
 from lt2_platform.evaluate.harness import packs
-from lt2_platform.evaluate.harness.run import define
+from lt2_platform.evaluate.harness.definitions import define
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Pair
 from lt2_platform.evaluate.harness.votes import Voted, decided_by_vote
 from lt2_platform.storage import Storage

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.harness.sources import read_source
 from lt2_platform.evaluate.harness.suites import COLUMNS, UPSTREAM
 from lt2_platform.storage import Storage
 
 MANIFEST, SCHEMA_VERSION = "manifest.json", 1
-SPLITS = ("train", "validation", "test")
 EVALUATED = ("test", "validation", "train")  # the first that a pack has is evaluated
 
 
@@ -44,9 +43,8 @@ def build(
 ) -> dict[str, Any]:
     """Add tasks to a pack and return its manifest.
 
-    sources: task -> a jsonl or parquet file (its split is named by the file, else "test"), or a folder of `datasets`
-    (`save_to_disk`, or one such folder per split). Rows are in the task's upstream schema, or
-    those of a format of ours (suites.COLUMNS).
+    sources: task -> a file or folder, see `sources.read_source`. Rows are in the task's upstream schema, or those of a
+    format of ours (suites.COLUMNS).
     tokenizer: recorded for data that is frozen for one tokenizer (needles).
 
     Raises:
@@ -152,61 +150,6 @@ def evaluated_split(record: Mapping[str, Any]) -> str:
     return next(split for split in EVALUATED if split in record["splits"])
 
 
-# Reading sources
-
-
-def read_source(task: str, place: str) -> dict[str, pa.Table]:
-    """split -> rows."""
-    path = Path(place).expanduser()
-    if not path.exists():
-        raise ConfigError(f"{task}: {place} does not exist; give a jsonl or parquet file or a `datasets` folder")
-    if path.is_file():
-        named = (split for split in SPLITS if split[:3] in path.stem)
-        tables = {next(named, "test"): _read_file(task, path)}
-    else:
-        import datasets
-
-        # <path>/<split>, or <path>/<config>/<split> where there is one config only.
-        found = [part.parent for part in [*path.glob("*/state.json"), *path.glob("*/*/state.json")]]
-        parts = {part.name: part for part in found if part.name in SPLITS}
-        if len(parts) < len(found):
-            raise ConfigError(f"{task}: {place} holds several configs; name one of {', '.join(map(str, found))}")
-        if not parts and (path / "state.json").is_file():
-            parts = {path.name if path.name in SPLITS else "test": path}
-        if not parts:
-            raise ConfigError(f"{task}: {place} is no folder of `datasets` (save_to_disk) with {', '.join(SPLITS)}")
-        tables = {
-            split: cast(pa.Table, datasets.load_from_disk(str(part)).with_format("arrow")[:])
-            for split, part in parts.items()
-        }
-    empty = [split for split, table in tables.items() if not table.num_rows]
-    if empty:
-        raise ConfigError(f"{task}: {place} has no rows in {', '.join(empty)}")
-    return {split: _renamed(task, table) for split, table in tables.items()}
-
-
-def _read_file(task: str, path: Path) -> pa.Table:
-    if path.suffix == ".parquet":
-        return pq.read_table(path)
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{task}: {path}:{number} is not JSON ({error.msg})") from None
-    return pa.Table.from_pylist(rows)
-
-
-def _renamed(task: str, table: pa.Table) -> pa.Table:
-    for old, new in UPSTREAM[task].rename if task in UPSTREAM else ():
-        if new not in table.column_names and old in table.column_names:
-            values = table[old].cast(pa.int64()) if pa.types.is_boolean(table[old].type) else table[old]
-            table = table.append_column(new, values)
-    return table
-
-
 def format_of(task: str, tables: Mapping[str, pa.Table]) -> str:
     """ "upstream", or the name of one of FORMATS that the columns fit."""
     columns = set(next(iter(tables.values())).column_names)
@@ -217,6 +160,12 @@ def format_of(task: str, tables: Mapping[str, pa.Table]) -> str:
         raise ConfigError(
             f"{task} is not a known task ({', '.join(sorted(UPSTREAM))}); for one of yours, give rows with the columns "
             + ", or ".join(" ".join(sorted(needed)) for needed in COLUMNS.values())
+        )
+    lacking = [column for column in UPSTREAM[task].columns if column not in columns]
+    if lacking:
+        raise ConfigError(
+            f"{task}: the rows have no {', '.join(lacking)}, which its definition reads; they have "
+            f"{', '.join(sorted(columns))}. Give the release that lm-eval uses"
         )
     return "upstream"
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lt2.config import ConfigError, ModelConfig, RandomLayout
 from lt2.model import LoopedLM
-from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.definitions import Definition, define
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.models import ModelSource
-from lt2_platform.evaluate.harness.recall import WINDOW, cloze_text
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, check_vocabulary
-from lt2_platform.evaluate.harness.suites import FORMATS, UPSTREAM, suite_tasks
+from lt2_platform.evaluate.harness.suites import suite_tasks
 from lt2_platform.evaluate.harness.votes import Voted, decided_by_vote
 from lt2_platform.evaluate.tasks import TaskContext, cost
 from lt2_platform.storage import Storage
@@ -53,15 +49,6 @@ def harness_rows(config: HarnessConfig, model: LoopedLM, context: TaskContext) -
         actors=context.actors,
         progress=context.progress,
     )
-
-
-@dataclass(frozen=True)
-class Definition:
-    """An lm-eval task on its data, and the sha256 of both."""
-
-    task: Any
-    split: str
-    sha256: str
 
 
 def evaluate(
@@ -143,84 +130,3 @@ def item_scores(sample: Mapping[str, Any]) -> dict[str, Any]:
     if any(isinstance(answer, Voted) for answer in answers):
         kept["draws"] = [getattr(answer, "draws", None) for answer in answers]
     return kept | {"scores": numbers, "answers": answers}
-
-
-def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenizer: Tokenizer) -> Definition:
-    """The lm-eval task of a pack's record, its data read and checked.
-
-    Raises:
-        ConfigError: few-shot examples are wanted and the pack has no training split, or data is damaged.
-    """
-    import datasets
-    from lm_eval.api.task import ConfigurableTask
-
-    storage = Storage(config.pack)
-    split = packs.evaluated_split(record)
-    if config.num_fewshot and ("train" not in record["splits"] or split == "train"):
-        raise ConfigError(
-            f"{config.num_fewshot} examples are wanted for {name} but pack {config.pack} has no training split of it"
-        )
-    used = [split] + (["train"] if config.num_fewshot else [])
-    data = {part: datasets.Dataset(packs.read_split(storage, name, record, part)) for part in used}
-    if record["format"] == "cloze":
-        data = {part: cut_cloze(rows, tokenizer) for part, rows in data.items()}
-    if record["format"] == "choices":
-        check_choices(name, config.pack, data)
-    settings, texts = definition_of(name, record)
-    if "max_new_tokens" in data[split].column_names:
-        settings["generation_kwargs"] = settings["generation_kwargs"] | {
-            "max_gen_toks": data[split][0]["max_new_tokens"]
-        }
-    own = settings.pop("class", None)
-    settings |= {
-        "task": name,
-        "custom_dataset": lambda **_: data,
-        "dataset_path": None,
-        "dataset_name": None,
-        "training_split": "train" if config.num_fewshot else None,
-        "validation_split": split if split != "test" else None,
-        "test_split": split if split == "test" else None,
-        "fewshot_split": "train" if config.num_fewshot else None,
-        "num_fewshot": config.num_fewshot,
-    }
-    digests = [record["splits"][part]["sha256"] for part in used]
-    identity = json.dumps([texts, digests, split, config.num_fewshot, config.seed, config.limit])
-    sha256 = hashlib.sha256(identity.encode()).hexdigest()
-    task = ConfigurableTask(config=settings) if own is None else of_class(own, data)
-    return Definition(task, split, sha256)
-
-
-def check_choices(name: str, pack: str, data: Mapping[str, Any]) -> None:
-    """lm-eval cannot normalise by the length of nothing, and stops where the first item has such a choice."""
-    for split, rows in data.items():
-        for index, choices in enumerate(rows["choices"]):
-            if not choices or not all(choices):
-                raise ConfigError(
-                    f"pack {pack}: {name}, {split} item {index} has an empty choice {choices}; leave it out"
-                )
-
-
-def cut_cloze(rows: Any, tokenizer: Tokenizer) -> Any:
-    return rows.add_column("query", [cloze_text(row, tokenizer, WINDOW) for row in rows])
-
-
-def of_class(own: Any, data: Mapping[str, Any]) -> Any:
-    """A task that lm-eval defines as a class, on our data: its own `download` would ask a hub."""
-
-    def download(self: Any, *_: Any, **__: Any) -> None:
-        self.dataset = {**data, "validation": next(iter(data.values()))}
-
-    return type(own.__name__, (own,), {"download": download})()
-
-
-def definition_of(name: str, record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The task's settings, and the text of every file they come from (YAML and Python), for the hash."""
-    if record["format"] != "upstream":
-        settings = dict(FORMATS[record["format"]])
-        return settings, [json.dumps(settings, sort_keys=True, default=lambda function: function.__qualname__)]
-    import lm_eval.tasks
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    path = Path(lm_eval.tasks.__file__).parent / UPSTREAM[name].yaml
-    files = sorted(file for file in path.parent.iterdir() if file.suffix in (".yaml", ".py"))
-    return dict(load_yaml(path)), [file.read_text() for file in files]

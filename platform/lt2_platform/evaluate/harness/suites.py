@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lt2.config import ConfigError
@@ -29,33 +30,98 @@ SUITES: dict[str, tuple[str, ...]] = {
 class Upstream:
     """A task of lm-eval: its YAML inside lm_eval/tasks, and where its data usually lies inside a folder of datasets.
 
-    `rename` maps columns of other releases of the same data to those the YAML reads; booleans become 0 and 1.
+    Attributes:
+        columns: what its rows have at least.
+        rename: columns of other releases of the same data, to those the YAML reads; booleans become 0 and 1.
+        merge: the data's configs (subjects) are parts of one task; few-shot examples are of the same `subject`, if rows
+            have one.
+        few_shot: upstream's split of the few-shot examples; packs call it "train".
+        settings: what is changed in the YAML.
+        needs: packages that its scoring imports, as pip takes them.
     """
 
     yaml: str
-    folders: tuple[str, ...] = ()
+    folders: tuple[str, ...]
+    columns: tuple[str, ...]
     rename: tuple[tuple[str, str], ...] = ()
+    merge: bool = False
+    few_shot: str = "train"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
+
+ARC = ("question", "choices", "answerKey")
+MMLU = {
+    "description": "The following are multiple choice questions (with answers) about "
+    "{{subject.replace('_', ' ')}}.\n\n",
+    "tag": None,
+    "task_alias": None,
+}
+"""lm-eval has one task per subject; by size, the mean over them is the mean over all questions."""
 
 UPSTREAM: dict[str, Upstream] = {
-    "arc_easy": Upstream("arc/arc_easy.yaml", ("ai2_arc/ARC-Easy",)),
-    "arc_challenge": Upstream("arc/arc_challenge.yaml", ("ai2_arc/ARC-Challenge",)),
-    "hellaswag": Upstream("hellaswag/hellaswag.yaml", ("hellaswag",)),
-    "piqa": Upstream("piqa/piqa.yaml", ("piqa",)),
-    "winogrande": Upstream("winogrande/default.yaml", ("winogrande/winogrande_xl", "winogrande")),
-    "openbookqa": Upstream("openbookqa/openbookqa.yaml", ("openbookqa/main", "openbookqa")),
-    "sciq": Upstream("sciq/sciq.yaml", ("sciq",)),
-    "boolq": Upstream("super_glue/boolq/default.yaml", ("super_glue/boolq", "boolq"), (("answer", "label"),)),
-    "copa": Upstream("super_glue/copa/default.yaml", ("super_glue/copa",)),
-    "social_iqa": Upstream("siqa/siqa.yaml", ("social_i_qa", "siqa")),
-    "race": Upstream("race/race.yaml", ("race/high", "race")),
-    "commonsense_qa": Upstream("commonsense_qa/default.yaml", ("tau/commonsense_qa", "commonsense_qa")),
-    "swde": Upstream("swde/swde.yaml", ("based-swde-v2", "swde")),
-    "fda": Upstream("fda/fda.yaml", ("based-fda", "fda")),
-    "squad_completion": Upstream("squad_completion/squad_completion.yaml", ("based-squad", "squad_completion")),
-    "nq_open": Upstream("nq_open/nq_open.yaml", ("nq_open",)),
-    "triviaqa": Upstream("triviaqa/default.yaml", ("trivia_qa/rc.nocontext",)),
-    "gsm8k": Upstream("gsm8k/gsm8k.yaml", ("gsm8k/main", "gsm8k")),
+    "arc_easy": Upstream("arc/arc_easy.yaml", ("ai2_arc/ARC-Easy",), ARC),
+    "arc_challenge": Upstream("arc/arc_challenge.yaml", ("ai2_arc/ARC-Challenge",), ARC),
+    "hellaswag": Upstream(
+        "hellaswag/hellaswag.yaml", ("hellaswag",), ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+    ),
+    "piqa": Upstream("piqa/piqa.yaml", ("piqa",), ("goal", "sol1", "sol2", "label")),
+    "winogrande": Upstream(
+        "winogrande/default.yaml",
+        ("winogrande/winogrande_xl", "winogrande"),
+        ("sentence", "option1", "option2", "answer"),
+    ),
+    "openbookqa": Upstream(
+        "openbookqa/openbookqa.yaml", ("openbookqa/main", "openbookqa"), ("question_stem", "choices", "answerKey")
+    ),
+    "sciq": Upstream(
+        "sciq/sciq.yaml",
+        ("sciq",),
+        ("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"),
+    ),
+    "boolq": Upstream(
+        "super_glue/boolq/default.yaml",
+        ("super_glue/boolq", "boolq"),
+        ("passage", "question", "label"),
+        rename=(("answer", "label"),),
+    ),
+    "copa": Upstream(
+        "super_glue/copa/default.yaml", ("super_glue/copa",), ("premise", "choice1", "choice2", "question", "label")
+    ),
+    "social_iqa": Upstream(
+        "siqa/siqa.yaml",
+        ("social_i_qa", "siqa"),
+        ("context", "question", "answerA", "answerB", "answerC", "label"),
+    ),
+    "race": Upstream("race/race.yaml", ("race/high", "race"), ("article", "problems")),
+    "commonsense_qa": Upstream("commonsense_qa/default.yaml", ("tau/commonsense_qa", "commonsense_qa"), ARC),
+    "swde": Upstream("swde/swde.yaml", ("based-swde-v2", "swde"), ("text", "value")),
+    "fda": Upstream("fda/fda.yaml", ("based-fda", "fda"), ("text", "value")),
+    "squad_completion": Upstream(
+        "squad_completion/squad_completion.yaml",
+        ("based-squad", "squad_completion"),
+        ("text", "value"),
+        # lm-eval 0.4.13 means these, but its defaults (256 tokens, an empty line) come first.
+        settings={"generation_kwargs": {"until": ["\n"], "max_gen_toks": NEW_TOKENS}},
+    ),
+    "nq_open": Upstream("nq_open/nq_open.yaml", ("nq_open",), ("question", "answer")),
+    "triviaqa": Upstream("triviaqa/default.yaml", ("trivia_qa/rc.nocontext",), ("question", "answer")),
+    "gsm8k": Upstream("gsm8k/gsm8k.yaml", ("gsm8k/main", "gsm8k"), ("question", "answer")),
+    "minerva_math": Upstream(
+        "minerva_math/minerva_math_algebra.yaml",
+        ("hendrycks_math", "minerva_math"),
+        ("problem", "solution"),
+        merge=True,
+        needs=("math-verify", "antlr4-python3-runtime==4.11"),
+    ),
+    "mmlu": Upstream(
+        "mmlu/default/mmlu_abstract_algebra.yaml",
+        ("mmlu/all", "mmlu"),
+        ("question", "subject", "choices", "answer"),
+        merge=True,
+        few_shot="dev",
+        settings=MMLU,
+    ),
 }
 
 CHOICES: dict[str, Any] = {

@@ -1,0 +1,161 @@
+"""From a pack's record to an lm-eval task on its data, with a hash of everything that determines its scores."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.config import HarnessConfig
+from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.recall import WINDOW, cloze_text
+from lt2_platform.evaluate.harness.suites import FORMATS, UPSTREAM
+from lt2_platform.storage import Storage
+
+
+@dataclass(frozen=True)
+class Definition:
+    """An lm-eval task on its data, and the sha256 of both."""
+
+    task: Any
+    split: str
+    sha256: str
+
+
+def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenizer: Tokenizer) -> Definition:
+    """The lm-eval task of a pack's record, its data read and checked.
+
+    Raises:
+        ConfigError: few-shot examples are wanted and there are none, data is damaged, or a package is missing.
+    """
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+
+    settings, texts = definition_of(name, record)
+    shots = settings.get("num_fewshot", 0) if config.num_fewshot is None else config.num_fewshot
+    fixed = (settings.get("fewshot_config") or {}).get("samples") is not None  # examples are part of the definition
+    storage = Storage(config.pack)
+    split = packs.evaluated_split(record)
+    if shots and not fixed and ("train" not in record["splits"] or split == "train"):
+        raise ConfigError(
+            f"{shots} examples are wanted for {name} but pack {config.pack} has no training split of it; build {name} "
+            "again with one, or choose num_fewshot 0"
+        )
+    used = [split] + (["train"] if shots and not fixed else [])
+    data = {part: datasets.Dataset(packs.read_split(storage, name, record, part)) for part in used}
+    if record["format"] == "cloze":
+        data = {part: cut_cloze(rows, tokenizer) for part, rows in data.items()}
+    if record["format"] == "choices":
+        check_choices(name, config.pack, data)
+    if "max_new_tokens" in data[split].column_names:
+        settings["generation_kwargs"] = settings["generation_kwargs"] | {
+            "max_gen_toks": data[split][0]["max_new_tokens"]
+        }
+    own = settings.pop("class", None)
+    examples = "train" if shots and not fixed else None
+    settings |= {
+        "task": name,
+        "custom_dataset": lambda **_: data,
+        "dataset_path": None,
+        "dataset_name": None,
+        "training_split": examples,
+        "validation_split": split if split != "test" else None,
+        "test_split": split if split == "test" else None,
+        "fewshot_split": examples,
+        "num_fewshot": shots,
+    }
+    digests = [record["splits"][part]["sha256"] for part in used]
+    identity = json.dumps([texts, digests, split, shots, config.seed, config.limit])
+    sha256 = hashlib.sha256(identity.encode()).hexdigest()
+    task = ConfigurableTask(config=settings) if own is None else of_class(own, data, settings)
+    if fixed and shots > (have := len(list(task.fewshot_docs()))):
+        raise ConfigError(f"{shots} examples are wanted for {name}, whose definition has {have}")
+    if examples and "subject" in data[split].column_names:
+        examples_of_subject(name, task, data, split, shots)
+    return Definition(task, split, sha256)
+
+
+def examples_of_subject(name: str, task: Any, data: Mapping[str, Any], split: str, shots: int) -> None:
+    """Few-shot examples of an item are those of its own subject, as if each subject were a task."""
+    pools = defaultdict(list)
+    for row in data["train"]:
+        pools[row["subject"]].append(row)
+    for subject in Counter(data[split]["subject"]):
+        if len(pools[subject]) < shots:
+            raise ConfigError(
+                f"{shots} examples are wanted for {name}, the pack has {len(pools[subject])} of {subject}"
+            )
+    plain = task.fewshot_context
+
+    def fewshot_context(doc: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        task.sampler.replace_df(pools[doc["subject"]])
+        return plain(doc, *args, **options)
+
+    task.fewshot_context = fewshot_context
+
+
+def check_choices(name: str, pack: str, data: Mapping[str, Any]) -> None:
+    """lm-eval cannot normalise by the length of nothing, and stops where the first item has such a choice."""
+    for split, rows in data.items():
+        for index, choices in enumerate(rows["choices"]):
+            if not choices or not all(choices):
+                raise ConfigError(
+                    f"pack {pack}: {name}, {split} item {index} has an empty choice {choices}; leave it out"
+                )
+
+
+def cut_cloze(rows: Any, tokenizer: Tokenizer) -> Any:
+    return rows.add_column("query", [cloze_text(row, tokenizer, WINDOW) for row in rows])
+
+
+def of_class(own: Any, data: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """A task that lm-eval defines as a class, on our data: its own `download` would ask a hub."""
+
+    def download(self: Any, *_: Any, **__: Any) -> None:
+        self.dataset = {**data, "validation": next(iter(data.values()))}
+
+    task = type(own.__name__, (own,), {"download": download})()
+    if "generation_kwargs" in settings:
+        task.config.generation_kwargs = dict(settings["generation_kwargs"])
+    return task
+
+
+def definition_of(name: str, record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The task's settings, and the text of every file they come from (YAML and Python), for the hash."""
+    if record["format"] != "upstream":
+        settings = dict(FORMATS[record["format"]])
+        return settings, [json.dumps(settings, sort_keys=True, default=lambda function: function.__qualname__)]
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    upstream = UPSTREAM[name]
+    check_needs(name, upstream.needs)
+    path = Path(lm_eval.tasks.__file__).parent / upstream.yaml
+    files = sorted(file for file in path.parent.iterdir() if file.name.endswith(("yaml", ".py")))
+    changed = [json.dumps(upstream.settings, sort_keys=True)] if upstream.settings else []
+    return {**load_yaml(path), **upstream.settings}, [file.read_text() for file in files] + changed
+
+
+def check_needs(name: str, needs: Sequence[str]) -> None:
+    """lm-eval scores some tasks with packages that LT2 does not install, and with alarms, which only one thread has."""
+    for need in needs:
+        package, _, wanted = need.partition("==")
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = ""
+        if not found or not found.startswith(wanted):
+            raise ConfigError(
+                f"{name} is scored with {' and '.join(needs)}, and here is {package} {found or 'not installed'}; "
+                f"`pip install {' '.join(needs)}`, or leave {name} out"
+            )
+    if needs and threading.current_thread() is not threading.main_thread():
+        raise ConfigError(f"{name} can only be scored in a process's main thread; evaluate it by `lt2 eval`")
