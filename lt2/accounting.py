@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lt2.cache import cache_dtype
-from lt2.config import ModelConfig
+from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2.mixers.shared import SharedRows
 from lt2.model import LoopedLM
@@ -75,6 +75,26 @@ PEAK_FLOPS = {
     "L4": 121e12,
 }
 """Dense bf16 FLOP/s of a card by a part of its name, from NVIDIA's data sheets; the first that fits counts."""
+
+CARD_BYTES = {
+    "B200": 180e9,
+    "H200": 141e9,
+    "H100 PCIe": 80e9,
+    "H100 NVL": 94e9,
+    "H100": 80e9,
+    "A100": 80e9,
+    "L40S": 48e9,
+    "L4": 24e9,
+}
+"""Memory of the same cards, from the same data sheets."""
+
+
+def find_card(name: str) -> str:
+    """The key of PEAK_FLOPS and CARD_BYTES that `name` means, whatever its case; ConfigError if there is none."""
+    for card in PEAK_FLOPS:
+        if name.lower() == card.lower():
+            return card
+    raise ConfigError(f"unknown card {name!r}; choose one of {', '.join(PEAK_FLOPS)}")
 
 
 def peak_flops(card: str) -> float | None:

@@ -113,21 +113,9 @@ class LoopedLM(nn.Module):
         loops: list[Tensor] = []
         aux: dict[str, Tensor] = {}
         for loop, specs in enumerate(schedule):
-            h_in = h
-            halted = cache is not None and loop > 0 and depth.all_halted(seq.valid)
-            for layer, (block, spec) in enumerate(zip(cast(list[Block], self.blocks), specs)):
-                state = cache.layers[loop][layer] if cache is not None else None
-                entry = depth.entry(layer, h)
-                if halted:
-                    block.remember(entry, spec, seq, state)
-                    continue
-                out, loss = block(entry, spec, seq, state)
-                h = depth.keep(h, out)
-                if loss is not None:
-                    aux[spec.type] = aux.get(spec.type, 0.0) + loss / len(schedule)
-                if record is not None:
-                    record(loop, layer, block, spec, seq, entry, h)
-            h = depth.keep(h_in, self.end_loop(h, h_in, loop))
+            h, losses = self.run_loop(h, loop, specs, seq, depth, cache, record)
+            for name, loss in losses.items():
+                aux[name] = aux.get(name, 0.0) + loss / len(schedule)
             depth.after_loop(h, last=loop == len(schedule) - 1)
             if per_loop:
                 loops.append(self.final_norm(h))
@@ -139,6 +127,34 @@ class LoopedLM(nn.Module):
             if (cost := depth.ponder_cost()) is not None:
                 aux["ponder"] = cost
         return output
+
+    def run_loop(
+        self,
+        h: Tensor,
+        loop: int,
+        specs: tuple[MixerConfig, ...],
+        seq: SequenceInfo,
+        depth: halting.EveryLoop | halting.Adaptive,
+        cache: Cache | None,
+        record: Record | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # (B, L, D) -> (B, L, D), the mixers' losses summed by type
+        """One pass over the blocks; recomputed as a whole in backward where training asks for it."""
+        h_in = h
+        losses: dict[str, Tensor] = {}
+        halted = cache is not None and loop > 0 and depth.all_halted(seq.valid)
+        for layer, (block, spec) in enumerate(zip(cast(list[Block], self.blocks), specs)):
+            state = cache.layers[loop][layer] if cache is not None else None
+            entry = depth.entry(layer, h)
+            if halted:
+                block.remember(entry, spec, seq, state)
+                continue
+            out, loss = block(entry, spec, seq, state)
+            h = depth.keep(h, out)
+            if loss is not None:
+                losses[spec.type] = losses.get(spec.type, 0.0) + loss
+            if record is not None:
+                record(loop, layer, block, spec, seq, entry, h)
+        return depth.keep(h_in, self.end_loop(h, h_in, loop)), losses
 
     def end_loop(self, h: Tensor, h_in: Tensor, loop: int) -> Tensor:
         """The loop's own residual and, as an option, its norm."""

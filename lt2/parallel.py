@@ -6,6 +6,9 @@ gather of block i+1 overlaps the compute of block i), kept until the last micro-
 gradient is reduced once: N + 1 all-gathers and N + 1 reduce-scatters per optimizer step (N blocks and the root, which
 holds embedding, head, norm and rho), independent of T and of gradient accumulation. The price is one gathered copy of
 the parameters (2.6 GB at 1.3B in bf16) and of the gradients; `keep=False` gives plain FSDP's memory and traffic.
+
+Hybrid sharding (`data_mesh(shard_workers=…)`) shards within groups and sums gradients between them: N + 1 all-reduces
+more, the same number of gathers and reductions, each among the workers of one group only.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lt2.config import ConfigError
 
 # A bf16 policy would round these, and a decay of exp(-exp(A_log)) amplifies the rounding over thousands of tokens.
 # They are a few numbers per head: every rank keeps them whole, in fp32, and their gradients travel in one all-reduce.
@@ -41,20 +46,67 @@ class Sharding:
     started: set[nn.Module] = field(default_factory=set)
 
 
-def wrap_blocks(model: nn.Module, *, activation_checkpoint: bool = False, compile: bool = False) -> None:
-    """Compile each block and recompute it in backward, as asked; parameter names stay as they are.
+def wrap_blocks(model: nn.Module, *, recompute: str = "none", compile: bool = False) -> None:
+    """Compile each block and recompute activations in backward, as asked; parameter names stay as they are.
+
+    recompute: what backward finds of the forward pass, from most memory to least:
+
+    - "none": everything.
+    - "selective": what matrix products with weights and softmax attention gave; norms, gates and recurrences run again.
+    - "block": the input of every use of a block; each block runs again.
+    - "loop": the input of every loop; a loop runs again, and in it each block once more.
 
     Call before `shard`: FSDP's hooks then stay outside what is compiled and recomputed. The checkpoint is outside the
     compiled function because fla's kernels break the graph, which a checkpoint inside it does not survive.
+    Raises ConfigError for "loop" on a model that halts per token or has no `run_loop`.
     """
     for block in blocks_of(model):
         forward = block.forward
         if compile:
             forward = torch.compile(forward)
-        if activation_checkpoint:
-            # Blocks draw no random numbers, so there is no generator state to save N·T times.
-            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        if recompute == "selective":
+            forward = _recomputed(partial(_uncached, forward), context_fn=_selective_contexts)
+        elif recompute != "none":
+            forward = _recomputed(forward)
         block.forward = forward
+    if recompute == "loop":
+        if not hasattr(model, "run_loop"):
+            raise ConfigError(f"{type(model).__name__} has no run_loop to recompute; use 'block' instead of 'loop'")
+        if model.halt is not None:
+            raise ConfigError("a loop of a model that halts cannot be recomputed; use 'block' instead of 'loop'")
+        model.run_loop = _recomputed(model.run_loop)  # type: ignore[assignment]
+
+
+def _recomputed(function: Any, **options: Any) -> Any:
+    # Blocks draw no random numbers, so there is no generator state to save N·T times.
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def _uncached(forward: Any, h: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`forward` without autocast's cache of cast weights, which would make a second run issue other operations."""
+    device = h.device.type
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+        return forward(h, *args, **kwargs)
+
+
+_KEPT_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _selective_contexts() -> Any:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # flash-attn's and torch's variable-length kernels register under these names when they are imported.
+        kept = op in _KEPT_OPS or op.namespace in ("flash_attn", "torch_attn")
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -65,11 +117,22 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(blocks)
 
 
-def data_mesh(device_type: str) -> DeviceMesh | None:
-    """A mesh over every rank of the default process group; None when there is only one rank."""
+def data_mesh(device_type: str, shard_workers: int | None = None) -> DeviceMesh | None:
+    """A mesh over every rank of the default process group; None when there is only one rank.
+
+    shard_workers: shard within groups of so many neighbouring ranks and replicate between them (a node's GPUs, say);
+    None shards over all. Raises ConfigError when the ranks do not divide into such groups.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
+    ranks = dist.get_world_size()
+    if shard_workers is None or shard_workers == ranks:
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("data",))
+    if shard_workers < 2:  # torch 2.13 gives wrong gradients in groups of one
+        raise ConfigError(f"train.shard_workers {shard_workers}: a group is of 2 workers or more")
+    if ranks % shard_workers:
+        raise ConfigError(f"train.shard_workers {shard_workers} does not divide {ranks} workers; change either")
+    return init_device_mesh(device_type, (ranks // shard_workers, shard_workers), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype | None = None, keep: bool = True) -> Sharding:
@@ -189,10 +252,12 @@ def gradient_square(model: nn.Module, sharding: Sharding | None) -> Tensor:
             sharded.append(grad.to_local())
         elif grad is not None:
             whole.append(grad)
-    # Every rank holds the same replicated gradients, so each contributes its part of them.
+    # Every rank holds the same replicated gradients, so each contributes its part of them; so do the groups of a
+    # hybrid mesh, which hold the same shards.
     ranks = 1 if sharding is None else sharding.mesh.size()
+    groups = sharding.mesh.size(0) if sharding is not None and sharding.mesh.ndim == 2 else 1
     device = next(model.parameters()).device
-    return _square(sharded, device) + _square(whole, device) / ranks
+    return _square(sharded, device) / groups + _square(whole, device) / ranks
 
 
 def _square(tensors: list[Tensor], device: torch.device) -> Tensor:

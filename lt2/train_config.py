@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lt2.config import Config
 from lt2.objective_configs import AnyObjective, NextTokenConfig
 
+Recompute = Literal["none", "selective", "block", "loop"]
+"""What backward computes again, from most memory to least; see `lt2.parallel.wrap_blocks`."""
+
 
 class TrainConfig(Config):
-    """How to train. Batch sizes count sequences; `global_batch_size` stays the same for any number of workers."""
+    """How to train. Batch sizes count sequences; `global_batch_size` stays the same for any number of workers.
+
+    activation_checkpoint: false (or "none"), "selective", true (or "block"), "loop". keep_gathered: hold every gathered
+    block until the step's last backward; "auto" does so where the planned memory fits the card (lt2.memory).
+    shard_workers: shard within groups of so many workers and replicate between them; None shards over all.
+    """
 
     objective: AnyObjective = NextTokenConfig()
     steps: int = Field(gt=0)
@@ -29,9 +37,10 @@ class TrainConfig(Config):
     seed: int = 0
     init_seed: int | None = None  # of the weights; None: seed
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    activation_checkpoint: bool = False
+    activation_checkpoint: bool | Literal["selective", "loop"] = False
     compile: bool = False
-    keep_gathered: bool = True
+    keep_gathered: bool | Literal["auto"] = True
+    shard_workers: int | None = Field(default=None, gt=1)
     log_every: int = Field(default=10, gt=0)
     checkpoint_every: int | None = Field(default=None, gt=0)
     keep_checkpoints: int = Field(default=2, gt=0)
@@ -44,8 +53,27 @@ class TrainConfig(Config):
     eval_every: int | None = Field(default=None, gt=0)
     eval_sequences: int = Field(default=256, gt=0)
 
+    @property
+    def recompute(self) -> Recompute:
+        """`activation_checkpoint` by the name that `lt2.parallel.wrap_blocks` takes."""
+        named: dict[bool, Recompute] = {False: "none", True: "block"}
+        return (
+            named[self.activation_checkpoint]
+            if isinstance(self.activation_checkpoint, bool)
+            else self.activation_checkpoint
+        )
+
+    @field_validator("activation_checkpoint", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"none": False, "block": True}.get(value, value) if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} leaves no step of {self.steps} at the full lr")
+        if self.compile and self.activation_checkpoint == "selective":
+            raise ValueError(
+                "activation_checkpoint 'selective' cannot see into compiled blocks; use 'block' or compile: false"
+            )
         return self

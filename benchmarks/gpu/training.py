@@ -56,7 +56,7 @@ def random_batches(vocab_size: int, batch: int, length: int) -> Iterator[Batch]:
 
 def ours(config: ModelConfig, batch: int, length: int, *, recompute: bool, compile: bool, steps: int) -> dict[str, Any]:
     model = random_weights(config, torch.float32)
-    wrap_blocks(model, activation_checkpoint=recompute, compile=compile)
+    wrap_blocks(model, recompute="block" if recompute else "none", compile=compile)
     sharding = None
     if device().type == "cuda":  # one rank: parameters are cast to bf16 once per step, as in a real run
         mesh = dist.device_mesh.init_device_mesh("cuda", (1,), mesh_dim_names=("data",))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lt2.ops import dispatch
+from lt2.ops import dispatch, outline
 from lt2.ops.documents import PackedLayout, document_changes, packed_documents
 
 # On H100 cuDNN's kernels are ahead of the flash kernels in PyTorch; each backend steps aside for shapes it cannot do.
@@ -101,6 +101,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None =
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if outline.planned() == "cuda":
+        return outline.attention(q, k, v)
     if not q.is_cuda:
         return sdpa(q, k, v, scale=scale, causal=True)
     if dispatch.attention_backend("causal_attention", q) == "flash_attn":

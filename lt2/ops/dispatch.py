@@ -18,6 +18,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from lt2.ops import outline
+
 log = logging.getLogger("lt2.ops")
 
 P = ParamSpec("P")
@@ -41,7 +43,7 @@ def _constant_when_compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def backend_for(op: str, tensor: Tensor, requested: str = "auto") -> str:
-    """Return "torch" or "fla" for a recurrent op on `tensor`'s device and dtype.
+    """Return "torch" or "fla" for a recurrent op on `tensor`'s device and dtype; "outline" in a plan for CUDA.
 
     Raises ValueError for an unknown `requested`, or for "fla" where its kernels cannot run.
     """
@@ -50,7 +52,7 @@ def backend_for(op: str, tensor: Tensor, requested: str = "auto") -> str:
 
 def attention_backend(op: str, tensor: Tensor) -> str:
     """Return "flash_attn", "varlen" (torch's own flash kernels) or "torch" for a softmax op on `tensor`'s device and
-    dtype."""
+    dtype; "outline" in a plan for CUDA."""
     return _attention_backend(op, tensor.device.type, tensor.dtype)
 
 
@@ -58,6 +60,8 @@ def attention_backend(op: str, tensor: Tensor) -> str:
 def _recurrent_backend(op: str, device: str, dtype: torch.dtype, requested: str) -> str:
     if requested not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if outline.planned() == "cuda":
+        return "outline"
     if requested == "torch":
         return "torch"
     obstacle = _fla_obstacle(device, dtype)
@@ -70,6 +74,8 @@ def _recurrent_backend(op: str, device: str, dtype: torch.dtype, requested: str)
 
 @_constant_when_compiled
 def _attention_backend(op: str, device: str, dtype: torch.dtype) -> str:
+    if outline.planned() == "cuda":
+        return "outline"
     backend = "torch"
     if device == "cuda" and dtype in HALF:
         backend = "flash_attn" if _installed("flash_attn") else "varlen" if _has_varlen() else "torch"

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from lt2.ops import chunking, decay, dispatch, fla_kernels, scan
+from lt2.ops import chunking, decay, dispatch, fla_kernels, outline, scan
 from lt2.ops.checks import check_sequence, check_step
 
 
@@ -40,7 +40,10 @@ def gated_delta_rule(
     """
     check_sequence(q, k, v, g, beta, initial_state, reset)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if dispatch.backend_for("gated_delta_rule", v, backend) == "fla":
+    chosen = dispatch.backend_for("gated_delta_rule", v, backend)
+    if chosen == "outline":
+        o, state = outline.recurrence(q, k, v, g, beta)
+    elif chosen == "fla":
         o, state = fla_kernels.gated_delta_rule(q, k, v, g, beta, scale, initial_state, reset)
     else:
         with torch.autocast(v.device.type, enabled=False):

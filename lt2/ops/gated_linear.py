@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from lt2.ops import chunking, decay, dispatch, fla_kernels, scan
+from lt2.ops import chunking, decay, dispatch, fla_kernels, outline, scan
 from lt2.ops.checks import check_sequence, check_step
 
 
@@ -37,7 +37,10 @@ def gated_linear_attention(
     """
     check_sequence(q, k, v, g, None, initial_state, reset)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if dispatch.backend_for("gated_linear_attention", v, backend) == "fla":
+    chosen = dispatch.backend_for("gated_linear_attention", v, backend)
+    if chosen == "outline":
+        o, state = outline.recurrence(q, k, v, g, None)
+    elif chosen == "fla":
         o, state = fla_kernels.gated_linear_attention(q, k, v, g, scale, initial_state, reset)
     else:
         with torch.autocast(v.device.type, enabled=False):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lt2.ops import dispatch
+from lt2.ops import dispatch, outline
 from lt2.ops.attention import causal_attention, packed_attention, sdpa
 from lt2.ops.documents import document_starts, packed_documents, packed_layout
 
@@ -26,7 +26,10 @@ def windowed_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if window >= q.shape[1]:
         return causal_attention(q, k, v, doc_ids=doc_ids, scale=scale)
-    if dispatch.attention_backend("windowed_attention", q) == "torch":
+    backend = dispatch.attention_backend("windowed_attention", q)
+    if backend == "outline":
+        return outline.attention(q, k, v)
+    if backend == "torch":
         return _banded(q, k, v, window, doc_ids, scale)
     layout = packed_layout(_no_cuts(q)) if doc_ids is None else packed_documents(doc_ids)
     return packed_attention(q, k, v, layout, scale=scale, window=window)

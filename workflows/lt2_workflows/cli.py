@@ -72,12 +72,22 @@ def recipes() -> None:
 
 
 @app.command()
-def plan(recipe: RecipeArgument, set_: SetOption = None, storage: StorageOption = None) -> None:
+def plan(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    storage: StorageOption = None,
+    card: Annotated[str | None, typer.Option(help="Plan training's memory and time on this card, e.g. h100.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="So many of them. [default: the recipe's workers]")] = None,
+    utilisation: Annotated[float, typer.Option(min=0.01, max=1.0, help="Assumed share of their bf16 peak.")] = 0.4,
+) -> None:
     """Show the steps of a recipe, which would run, and what they cost. Writes nothing."""
     from lt2_workflows.loading import load_workflow
-    from lt2_workflows.plan import describe_plan
+    from lt2_workflows.plan import describe_costs, describe_plan
 
-    typer.echo(describe_plan(load_workflow(recipe, set_ or []), _storage(storage)))
+    workflow, root = load_workflow(recipe, set_ or []), _storage(storage)
+    typer.echo(describe_plan(workflow, root))
+    if card is not None:
+        typer.echo(describe_costs(workflow, root, card=card, count=count, utilisation=utilisation))
 
 
 @app.command()

@@ -31,3 +31,20 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
         if describe is not None:
             lines.append(f"  {'':<{width}}  {describe(step.config, context)}")
     return "\n".join(lines)
+
+
+def describe_costs(
+    workflow: Workflow, storage: Storage, *, card: str, count: int | None = None, utilisation: float = 0.4
+) -> str:
+    """Memory and time of every pretrain step on `count` cards (None: its workers); see `cost.describe_cost`."""
+    from lt2_workflows.cost import Hardware, describe_cost
+    from lt2_workflows.steps import PretrainStep, planned_model
+
+    parts = []
+    for name, step in workflow.steps.items():
+        if not isinstance(step.config, PretrainStep):
+            continue
+        model, seq_len = planned_model(step.config, StepContext(storage, workflow, step, lambda values: None))
+        hardware = Hardware(card, count or step.config.resources.num_workers, utilisation)
+        parts.append(f"\n{name} on {describe_cost(model, step.config.train, seq_len, hardware)}")
+    return "\n".join(parts) or f"{workflow.id} trains nothing"

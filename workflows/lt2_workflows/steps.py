@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lt2.config import ConfigError
+from lt2.config import ConfigError, ModelConfig
 from lt2.train_config import TrainConfig
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.source_configs import STDLIB, describe, paths_of
@@ -116,9 +116,8 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
     """Parameters, tokens and FLOPs, from the data if it is there, else from its tokenizer."""
     from lt2.accounting import summarize
 
-    manifest = _manifest(config.data, context, vocab_size=config.model.vocab_size)
-    seq_len = manifest["seq_len"]
-    cost = summarize(resolve_model(config.model, manifest, "the data"), seq_len)
+    model, seq_len = planned_model(config, context)
+    cost = summarize(model, seq_len)
     tokens = config.train.steps * config.train.global_batch_size * seq_len
     return (
         f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled), "
@@ -126,6 +125,12 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         f"{amount(tokens * cost['training_flops_per_token'])} FLOPs, "
         f"cache {amount(cost['cache_bytes_per_sequence'])}B per sequence of {seq_len:,}"
     )
+
+
+def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConfig, int]:
+    """The model with its vocabulary, and the length of the data's rows, whether the data is there yet or not."""
+    manifest = _manifest(config.data, context, vocab_size=config.model.vocab_size)
+    return resolve_model(config.model, manifest, "the data"), manifest["seq_len"]
 
 
 @step_type(PretrainStep, describe=describe_pretrain)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lt2.ops import dispatch
+from lt2.ops import dispatch, outline
 from lt2.ops.sparse import bags
 
 
@@ -43,6 +43,9 @@ def selected_attention(
     if q.shape[0] % blocks.shape[0]:
         raise ValueError(f"{q.shape[0]} rows of q cannot share the selections of {blocks.shape[0]} sequences")
     q, k = q.to(v.dtype), k.to(v.dtype)
+    if outline.planned() == "cuda" or (outline.planned() and k.shape[2] == 1):  # single keys are regrouped by value
+        o, weights = outline.selected(q, k, v, blocks, counts)
+        return o, weights if return_weights else None
     with torch.autocast(q.device.type, enabled=False):
         if gather_backend(q, backend) == "triton":
             from lt2.ops.sparse.gathered_kernel import TritonSelected

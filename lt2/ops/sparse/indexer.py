@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lt2.ops import outline
 from lt2.ops.sparse import bags
 from lt2.ops.sparse.ranking import top_positions
 
@@ -46,7 +47,7 @@ def select_keys(q: Tensor, k: Tensor, w: Tensor, first: Tensor, last: Tensor, *,
     index = torch.arange(k.shape[1], device=q.device)
     for rows in _pieces(q, B * (J + 2) * k.shape[1]):
         # Reading how far a piece sees is free on CPU, a synchronisation on CUDA.
-        end = k.shape[1] if q.is_cuda else max(K, int(last[:, rows].max()) + 1)
+        end = k.shape[1] if q.is_cuda or outline.planned() else max(K, int(last[:, rows].max()) + 1)
         scores = index_scores(q[:, rows], k[:, :end], w[:, rows])
         candidates = (index[:end] >= first[:, rows, None]) & (index[:end] <= last[:, rows, None])
         keys[:, rows], found[:, rows] = top_positions(scores, candidates, K)
@@ -63,6 +64,8 @@ def selected_kl(q: Tensor, k: Tensor, w: Tensor, keys: Tensor, found: Tensor, we
     grads = [torch.zeros_like(x, dtype=wide) for x in (q, k, w)]
     dq, dk, dw = grads
     total = torch.zeros((), dtype=wide, device=q.device)
+    if outline.planned():  # which keys were chosen decides what the pieces below are
+        return _mean_with_gradients(total, (q, k, w), grads)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for b in range(q.shape[0]):
             table = k[b].to(wide)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lt2.ops import dispatch
+from lt2.ops import dispatch, outline
 from lt2.ops.documents import packed_documents
 from lt2.ops.sparse.blocks import block_table, into_blocks
 from lt2.ops.sparse.compressed import compressed_attention
@@ -38,7 +38,12 @@ def nsa_attention(
     q, k = q.to(v.dtype), k.to(v.dtype)
     g_compressed, g_selected, g_window = gates.to(v.dtype).unsqueeze(-1).unbind(-2)
     o = g_window * windowed_attention(q, k, v, window=window, doc_ids=doc_ids, scale=scale)
-    if dispatch.backend_for("nsa", q, backend) == "fla":
+    chosen = dispatch.backend_for("nsa", q, backend)
+    if chosen == "outline":
+        picked = torch.empty(*k.shape[:3], num_blocks, dtype=torch.int64, device=q.device)
+        compressed, selected = outline.attention(q, k, v), outline.attention(q, k, v, picked)
+        return o + g_compressed * compressed + g_selected * selected
+    if chosen == "fla":
         return o + _fla(q, k, v, g_compressed, g_selected, block_size, num_blocks, doc_ids, scale)
     table = block_table(q, doc_ids, block_size)
     k_blocks, v_blocks = (into_blocks(x, table, block_size) for x in (k, v))

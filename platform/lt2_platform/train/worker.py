@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from lt2 import parallel
 from lt2.config import ConfigError, ModelConfig
+from lt2.memory import keeps_gathered
 from lt2.model import LoopedLM, build
 from lt2.optim import adamw, warmup_cosine
 from lt2.training import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
@@ -99,7 +101,7 @@ def _train(
     dataset = PackedDataset(spec.data, "train")
     tokenizer = dataset.manifest["tokenizer"]
     device = _device()
-    model, sharding = _build_model(model_config, config, device)
+    model, sharding = _build_model(model_config, config, device, dataset.seq_len)
     optimizer = adamw(
         model, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, decay_all=config.decay_all
     )
@@ -163,15 +165,25 @@ def _device() -> torch.device:
 
 
 def _build_model(
-    model_config: ModelConfig, config: TrainConfig, device: torch.device
+    model_config: ModelConfig, config: TrainConfig, device: torch.device, seq_len: int
 ) -> tuple[LoopedLM, parallel.Sharding | None]:
     model = build(model_config, seed=config.seed if config.init_seed is None else config.init_seed, device=device)
-    parallel.wrap_blocks(model, activation_checkpoint=config.activation_checkpoint, compile=config.compile)
-    mesh = parallel.data_mesh(device.type)
+    parallel.wrap_blocks(model, recompute=config.recompute, compile=config.compile)
+    mesh = parallel.data_mesh(device.type, config.shard_workers)
     if mesh is None:
         return model, None
     dtype = autocast_dtype(config.precision, device)
-    return model, parallel.shard(model, mesh, param_dtype=dtype, keep=config.keep_gathered)
+    keep = checkpoint.from_rank_zero(_keeps_gathered(model_config, config, device, seq_len))
+    return model, parallel.shard(model, mesh, param_dtype=dtype, keep=keep)
+
+
+def _keeps_gathered(model_config: ModelConfig, config: TrainConfig, device: torch.device, seq_len: int) -> bool:
+    if config.keep_gathered != "auto":
+        return config.keep_gathered
+    size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+    keep = keeps_gathered(model_config, config, seq_len, workers=dist.get_world_size(), card_bytes=size)
+    log.info("train.keep_gathered auto: gathered blocks are %s", "kept" if keep else "freed after each use, to fit")
+    return keep
 
 
 def _resume(

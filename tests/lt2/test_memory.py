@@ -1,0 +1,176 @@
+"""Planned memory against what the allocator counts in whole training steps, for mixers, depths and policies."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from lt2 import parallel
+from lt2.config import ModelConfig
+from lt2.loss import next_token_objective
+from lt2.memory import OUTSIDE, LiveStorages, keeps_gathered, plan_memory
+from lt2.model import build
+from lt2.optim import adamw
+from lt2.train_config import TrainConfig
+from lt2.training import Batch, TrainState, autocast_dtype, train
+from tests.ranks import run_ranks
+
+L, D = 128, 128
+
+
+def model_config(mixer="gdn", n_loops=2, vocab_size=512, **fields):
+    layout = fields.pop("layout", {"type": "uniform", "mixer": {"type": mixer, **SIZES.get(mixer, {})}})
+    sizes = {"vocab_size": vocab_size, "dim": D, "n_layers": 3, "n_loops": n_loops, "max_seq_len": L}
+    return ModelConfig.model_validate({**sizes, "num_heads": 16 if mixer == "nsa" else 2, "layout": layout, **fields})
+
+
+SIZES = {"dsa": {"top_k": 32}}
+
+
+def train_config(**fields):
+    return TrainConfig.model_validate({"steps": 3, "global_batch_size": 4, "log_every": 1} | fields)
+
+
+def allocated_peak(run):
+    """The most bytes that torch's allocator held during run(), above what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    now = peak = 0
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events):
+        now += size
+        peak = max(peak, now)
+    return peak
+
+
+def measured(config, settings):
+    """Weights, moments and the allocator's peak in a step of the loop, on this rank."""
+    model = build(config)
+    parallel.wrap_blocks(model, recompute=settings.recompute)
+    mesh, sharding, ranks = parallel.data_mesh("cpu"), None, 1
+    if mesh is not None:
+        dtype = autocast_dtype(settings.precision, torch.device("cpu"))
+        sharding = parallel.shard(model, mesh, param_dtype=dtype, keep=settings.keep_gathered)
+        ranks = dist.get_world_size()
+    optimizer = adamw(model, lr=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    shape = (settings.global_batch_size // ranks, L + 1)
+    tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
+    state, data = TrainState(), iter(lambda: Batch(tokens), None)
+
+    def until(step):
+        limited = settings.model_copy(update={"steps": step})
+        train(model, next_token_objective(), data, optimizer, lambda s: 1e-4, limited, state, sharding=sharding)
+
+    until(1)  # moments are there from now on
+    held = 3 * sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
+    return held + allocated_peak(lambda: until(2))
+
+
+CASES = {
+    "full": ({"mixer": "full"}, {}),
+    "kda, one loop": ({"mixer": "kda", "n_loops": 1}, {}),
+    "gdn, selective, accumulate": (
+        {"n_loops": 4}, {"activation_checkpoint": "selective", "micro_batch_size": 2}
+    ),
+    "gdn, blocks, accumulate": ({"n_loops": 4}, {"activation_checkpoint": True, "micro_batch_size": 2}),
+    "gdn, blocks, bf16": ({"n_loops": 4}, {"activation_checkpoint": True, "precision": "bf16"}),
+    "gdn, loops": ({"n_loops": 4}, {"activation_checkpoint": "loop"}),
+    "hybrid, bf16": (
+        {"layout": {"type": "hybrid", "attention": {"type": "window", "window": 32}, "mixer": {"type": "gla"},
+                    "ratio": "1:1"}},
+        {"precision": "bf16"},
+    ),
+    "dsa, blocks": ({"mixer": "dsa"}, {"activation_checkpoint": True}),
+    "a head that outweighs all else": ({"mixer": "full", "vocab_size": 20_000}, {"activation_checkpoint": True}),
+    "the same, tied": (
+        {"mixer": "full", "vocab_size": 20_000, "tie_embeddings": True},
+        {"activation_checkpoint": True, "micro_batch_size": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_within_a_tenth_of_what_is_allocated(name):
+    model, settings = CASES[name]
+    config, settings = model_config(**model), train_config(**settings)
+    assert plan_memory(config, settings, L, device_type="cpu").total == pytest.approx(
+        measured(config, settings), rel=0.1
+    )
+
+
+RANK_CASES = {
+    "kept": {"activation_checkpoint": True},
+    "kept, accumulate": {"activation_checkpoint": True, "micro_batch_size": 1},
+    "bf16": {"precision": "bf16", "activation_checkpoint": True},
+    "resharded": {"activation_checkpoint": "loop", "keep_gathered": False},
+}
+
+
+def rank_measured():
+    return {name: measured(model_config(n_loops=3), train_config(**case)) for name, case in RANK_CASES.items()}
+
+
+def test_the_plan_of_sharded_steps_is_within_a_tenth_too():
+    ranks = run_ranks(rank_measured, 2)
+    for name, case in RANK_CASES.items():
+        plan = plan_memory(model_config(n_loops=3), train_config(**case), L, workers=2, device_type="cpu")
+        for rank in ranks:
+            assert plan.total == pytest.approx(rank[name], rel=0.1), name
+
+
+def test_every_policy_needs_less_than_the_one_before_measured_and_planned():
+    config = model_config(n_loops=4)
+    policies = [train_config(activation_checkpoint=name) for name in ("none", "selective", "block", "loop")]
+    for peaks in (
+        [measured(config, policy) for policy in policies],
+        [plan_memory(config, policy, L, device_type="cpu").total for policy in policies],
+        [plan_memory(config, policy, L).total for policy in policies],
+    ):
+        assert peaks == sorted(peaks, reverse=True)
+        assert len(set(peaks)) == 4
+
+
+@pytest.mark.parametrize("mixer", ["full", "window", "mla", "la", "retnet", "mamba2", "gla", "hgrn2", "deltanet",
+                                   "gdn", "kda", "nsa", "dsa"])  # fmt: skip
+def test_every_mixer_can_be_planned_for_cuda_where_kernels_keep_less_than_pytorch(mixer):
+    config, settings = model_config(mixer), train_config(precision="bf16")
+    cuda, cpu = (plan_memory(config, settings, L, device_type=device) for device in ("cuda", "cpu"))
+    assert cuda.parameters == cpu.parameters
+    assert 0 < cuda.activations <= 1.05 * cpu.activations
+
+
+def test_a_state_of_every_loop_is_all_that_more_loops_cost_when_loops_are_recomputed():
+    settings = train_config(activation_checkpoint="loop")
+    few, many = (plan_memory(model_config(n_loops=n), settings, L, device_type="cpu") for n in (2, 10))
+    assert many.activations - few.activations == 8 * 4 * L * D * 4
+    assert many.workspace == few.workspace
+
+
+def test_gathered_weights_are_kept_where_they_fit():
+    config, settings = model_config(), train_config(keep_gathered="auto", global_batch_size=8)
+    kept, freed = (
+        plan_memory(config, settings.model_copy(update={"keep_gathered": keep}), L, workers=4).total + OUTSIDE
+        for keep in (True, False)
+    )
+    assert freed < kept
+    for size, answer in ((kept, True), (kept - 1, False)):
+        assert keeps_gathered(config, settings, L, workers=4, card_bytes=size) is answer
+    assert keeps_gathered(config, train_config(), L, workers=4, card_bytes=0) is True
+    assert keeps_gathered(config, train_config(keep_gathered=False), L, workers=4, card_bytes=1e18) is False
+
+
+def test_live_storages_counts_a_storage_once_and_only_while_it_lives():
+    weight = torch.ones(10)
+    with LiveStorages() as live:
+        view = weight.view(2, 5)
+        made = weight + 1
+        other = made.view(2, 5)
+        assert live.live == 40
+        with live.over() as found:
+            torch.cat([other, view])
+        assert found == [0, 80]
+        del made
+        assert live.live == 40
+        del other
+    assert (live.live, live.peak) == (0, 120)
