@@ -42,7 +42,7 @@ def describe_cost(config: ModelConfig, train: TrainConfig, seq_len: int, hardwar
     size, cards = CARD_BYTES[card], f"{count} x {card}"
     keep = keeps_gathered(config, train, seq_len, workers=count, card_bytes=size)
     train = train.model_copy(update={"keep_gathered": keep})
-    plans = {
+    plans: dict[Recompute, Memory] = {
         name: plan_memory(config, _recomputing(train, name), seq_len, workers=count)
         for name in _policies(config, train)
     }

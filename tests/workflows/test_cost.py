@@ -1,0 +1,83 @@
+"""Memory and hours of a run on given cards, as `lt2 plan --card` prints them."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from lt2.accounting import find_card, forward_flops, training_flops
+from lt2.config import ConfigError, ModelConfig
+from lt2.train_config import TrainConfig
+from lt2_workflows.cli import app
+from lt2_workflows.cost import Hardware, describe_cost, flops_per_token
+
+LAYOUT = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
+MODEL = {"vocab_size": 32_000, "dim": 1024, "n_layers": 4, "n_loops": 4, "num_heads": 8, "layout": LAYOUT}
+TRAIN = {"steps": 1000, "global_batch_size": 64, "activation_checkpoint": True}
+L = 2048
+
+
+def described(model=None, train=None, **hardware):
+    config = ModelConfig.model_validate(MODEL | (model or {}))
+    settings = TrainConfig.model_validate(TRAIN | (train or {}))
+    return describe_cost(config, settings, L, Hardware(**{"card": "h100", "count": 8} | hardware))
+
+
+def test_the_tables_add_up():
+    text = described(train={"micro_batch_size": 4})
+    assert text.startswith("8 x H100 of 80 GB: 8 sequences of 2,048 tokens each per step, 4 at a time")
+    *parts, total = re.findall(r"(\d+\.\d\d)$", text[: text.index("recomputation")], re.MULTILINE)
+    assert sum(map(float, parts)) == pytest.approx(float(total), abs=0.05)
+    assert f"block (this run)  {total}" in text
+    assert "DOES NOT FIT" not in text
+    rows = re.findall(r"^(none|selective|block|loop)\b.*?(\d+\.\d\d) ", text, re.MULTILINE)
+    assert [name for name, _ in rows] == ["none", "selective", "block", "loop"]
+    sizes = [float(size) for _, size in rows]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_hours_follow_from_flops_cards_and_utilisation():
+    config = ModelConfig.model_validate(MODEL)
+    tokens, flops = 1000 * 64 * L, flops_per_token(config, L, "block")
+    hours = tokens * flops / (8 * 989e12 * 0.5) / 3600
+    assert re.search(rf"block \(this run\).* {hours:.1f}$", described(utilisation=0.5), re.MULTILINE)
+    blocks = forward_flops(config, L) - 2 * config.vocab_size * config.dim
+    assert flops_per_token(config, L, "none") == training_flops(config, L)
+    assert flops - training_flops(config, L) == pytest.approx(blocks)
+    assert training_flops(config, L) < flops_per_token(config, L, "selective") < flops
+    assert flops_per_token(config, L, "loop") - training_flops(config, L) == pytest.approx(2 * blocks)
+
+
+def test_what_does_not_fit_names_what_would():
+    long = {"global_batch_size": 512, "activation_checkpoint": False}
+    assert "DOES NOT FIT with recomputation 'none'; it does with train.activation_checkpoint=" in described(train=long)
+    small = {"card": "l4", "count": 1}
+    advice = described(train={"global_batch_size": 64}, **small).splitlines()[-1]
+    assert re.fullmatch(
+        r"DOES NOT FIT; it does with train.activation_checkpoint=loop and train.micro_batch_size=\d+", advice
+    )
+    never = described(model={"dim": 8192, "n_layers": 16}, **small)
+    assert never.endswith("DOES NOT FIT on these cards with any recomputation, even one sequence at a time; "
+                          "use more or larger cards")  # fmt: skip
+
+
+def test_policies_that_a_run_cannot_have_are_left_out():
+    assert "\nloop" not in described(model={"halting": {"type": "act"}})
+    assert "\nselective" not in described(train={"compile": True})
+
+
+def test_bad_requests_are_named():
+    with pytest.raises(ConfigError, match="unknown card 'h10'; choose one of B200, H200, H100 PCIe"):
+        described(card="h10")
+    with pytest.raises(ConfigError, match="global_batch_size 64 is not divisible by 7 cards"):
+        described(count=7)
+    assert find_card("h100 pcie") == "H100 PCIe"
+
+
+def test_lt2_plan_prints_the_cost_of_a_recipe_on_a_card(tmp_path):
+    options = ["--storage", str(tmp_path), "--card", "l4", "--count", "1"]
+    done = CliRunner().invoke(app, ["plan", "quickstart", *options])
+    assert done.exit_code == 0, done.output
+    assert "pretrain on 1 x L4 of 24 GB" in done.output
+    assert "hours" in done.output
+    assert not list(tmp_path.iterdir())
