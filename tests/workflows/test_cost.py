@@ -52,7 +52,7 @@ def test_what_does_not_fit_names_what_would():
     long = {"global_batch_size": 512, "activation_checkpoint": False}
     assert "DOES NOT FIT with recomputation 'none'; it does with train.activation_checkpoint=" in described(train=long)
     small = {"card": "l4", "count": 1}
-    advice = described(train={"global_batch_size": 64}, **small).splitlines()[-1]
+    advice = described(train={"global_batch_size": 256}, **small).splitlines()[-1]
     assert re.fullmatch(
         r"DOES NOT FIT; it does with train.activation_checkpoint=loop and train.micro_batch_size=\d+", advice
     )
