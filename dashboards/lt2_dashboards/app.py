@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from lt2.config import ConfigError
 from lt2_dashboards.auth import LOGIN, Access, Guard, check_bind
 from lt2_dashboards.export import static_html
-from lt2_dashboards.figures import FIGURES, Figure, draw
+from lt2_dashboards.figures import FIGURES, GROUPS, Figure, draw
 from lt2_dashboards.figures.figure import describe
 from lt2_dashboards.pipelines import read_log, read_step, read_workflow, read_workflows
 from lt2_dashboards.queries import Source
@@ -106,7 +106,8 @@ def _add_figures(app: FastAPI, source: Source) -> None:
 
     @app.get("/api/figures")
     def figures(request: Request) -> Response:
-        return answer(request, {"figures": [describe(function) for function in FIGURES.values()]})
+        found = [describe(function) | {"group": name} for name, group in GROUPS.items() for function in group]
+        return answer(request, {"figures": found})
 
     @app.get("/api/figures/{name}.csv")
     def table(request: Request, name: str) -> Response:
@@ -120,7 +121,7 @@ def _add_figures(app: FastAPI, source: Source) -> None:
     @app.get("/api/figures/{name}")
     def drawn(request: Request, name: str) -> Response:
         found = figure(name, request)
-        body = {name: getattr(found, name) for name in ("title", "option", "columns", "notes")}
+        body = {name: getattr(found, name) for name in ("title", "option", "columns", "notes", "produce")}
         wanted = request.query_params.get("rows") != "0"  # small charts ask for no table until somebody opens it
         return answer(request, body | ({"rows": found.rows} if wanted else {}))
 

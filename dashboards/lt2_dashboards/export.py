@@ -28,7 +28,9 @@ th, td {{ padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px sol
 <script type="module">
 const figure = {figure};
 {theme}
-const chart = echarts.init(document.getElementById("chart"), null, {{ renderer: "svg" }});
+const place = document.getElementById("chart");
+place.style.height = `${{Math.max(440, 230 * rowsOf(figure.option))}}px`;
+const chart = echarts.init(place, null, {{ renderer: "svg" }});
 chart.setOption(themed(figure.option, LIGHT));
 addEventListener("resize", () => chart.resize());
 </script></body></html>
@@ -40,7 +42,7 @@ def static_html(figure: Figure, *, origin: str) -> str:
     theme = (STATIC / "theme.js").read_text().replace("export ", "")
     return _PAGE.format(
         title=html.escape(figure.title),
-        notes="".join(f"<p>{html.escape(note)}</p>" for note in figure.notes),
+        notes="".join(f"<p>{html.escape(note)}</p>" for note in [*_missing(figure), *figure.notes]),
         count=len(figure.rows),
         head="".join(f"<th>{html.escape(column)}</th>" for column in figure.columns),
         body="".join("<tr>" + "".join(f"<td>{_text(v)}</td>" for v in row) + "</tr>" for row in figure.rows),
@@ -50,6 +52,10 @@ def static_html(figure: Figure, *, origin: str) -> str:
         figure=_script_json({"option": figure.option}),
         theme=theme,
     )
+
+
+def _missing(figure: Figure) -> list[str]:
+    return [f"Nothing of this store is in this figure yet. It comes from: {figure.produce}"] if figure.produce else []
 
 
 def _text(value: Any) -> str:

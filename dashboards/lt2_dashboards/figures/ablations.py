@@ -1,71 +1,162 @@
-"""Hybrid ablations: how much attention, and where, in the paper and in this store."""
+"""The paper's ablations of hybrids and of the output gate, beside the runs of this store."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.paper import PATTERNS, RATIOS
-from lt2_dashboards.queries import PERPLEXITY, Source
+from lt2_dashboards.figures.paper import GATES, LEVELS, PATTERNS, RATIOS
+from lt2_dashboards.figures.store import Architecture, Evaluated, evaluated
+from lt2_dashboards.queries import Source
+
+Quality = Literal["perplexity", "average"]
+AXES = {"perplexity": "perplexity", "average": "average accuracy (%)"}
 
 
-def hybrid(source: Source, *, by: Literal["ratio", "pattern"] = "ratio") -> Figure:
-    """Validation perplexity of Full+GDN hybrids by ratio of attention to GDN, or by pattern at 1:4.
+def hybrid(
+    source: Source, *, by: Literal["ratio", "pattern", "level"] = "ratio", quality: Quality = "perplexity"
+) -> Figure:
+    """Full+GDN hybrids by ratio of attention to GDN, by pattern at 1:4, or by level: the paper's Table 3, and ours.
 
-    Ours are runs with a hybrid (or uniform full or gdn) layout and a perplexity evaluation. Perplexities are
-    comparable only between models trained on the same data: look at the shape, not at the offset.
+    Ours are runs with such a layout and a perplexity evaluation, or all eight downstream tasks; runs that share a place
+    (seeds, say) are also joined at their mean, with their standard deviation.
     """
-    reference = RATIOS if by == "ratio" else PATTERNS
+    reference = {"ratio": RATIOS, "pattern": PATTERNS, "level": LEVELS}[by]
     names = [name for name, *_ in reference]
-    ours = _ours(source, by)
-    known = [(run, name, value) for run, name, value in ours if name in names]
-    rows: list[list[Any]] = [[run, "this store", name, value] for run, name, value in known]
-    rows += [["1.3B", "paper", name, ppl] for name, ppl, _ in reference]
+    theirs = [(name, ppl if quality == "perplexity" else average) for name, ppl, average in reference]
+    known = [
+        (run.run, place, value)
+        for run in evaluated(source.snapshot())
+        if (place := _place(run.architecture, by)) in names and (value := value_of(run, quality)) is not None
+    ]
+    rows: list[list[Any]] = [[run, "this store", name, value, None] for run, name, value in known]
+    means = {name: _mean([value for _, place, value in known if place == name]) for name in names}
+    repeated = {name: found for name, found in means.items() if found is not None and found[2] > 1}
+    rows += [[f"mean of {n}", "this store", name, mean, sd] for name, (mean, sd, n) in repeated.items()]
+    rows += [["1.3B", "paper", name, value, None] for name, value in theirs]
+    scatter: list[dict[str, Any]] = [
+        {"type": "line", "name": "paper, 1.3B", "paper": True, "showSymbol": True, "symbolSize": 8,
+         "data": [value for _, value in theirs], "lineStyle": {"type": "dashed"}},
+        {"type": "scatter", "name": "this store", "colorIndex": 0, "yAxisIndex": 1, "symbolSize": 11,
+         "data": [{"name": run, "value": [name, rounded(value)]} for run, name, value in known]},
+    ]  # fmt: skip
+    if repeated:
+        line = [rounded(found[0]) if (found := means[name]) else None for name in names]
+        scatter.append({"type": "line", "name": "this store, mean", "colorIndex": 0, "yAxisIndex": 1, "data": line,
+                        "connectNulls": True})  # fmt: skip
     option = {
-        "xAxis": {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else "pattern"},
+        "xAxis": {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else by},
         "yAxis": [
-            {"type": "value", "name": "perplexity, paper", "scale": True},
-            {"type": "value", "name": "perplexity, this store", "scale": True, "splitLine": {"show": False}},
+            {"type": "value", "name": f"{AXES[quality]}, paper", "scale": True},
+            {"type": "value", "name": f"{AXES[quality]}, this store", "scale": True, "splitLine": {"show": False}},
         ],
-        "series": [
-            {"type": "line", "name": "paper, 1.3B", "paper": True, "showSymbol": True, "symbolSize": 8,
-             "data": [ppl for _, ppl, _ in reference], "lineStyle": {"type": "dashed"}},
-            {"type": "scatter", "name": "this store", "colorIndex": 0, "yAxisIndex": 1, "symbolSize": 11,
-             "data": [{"name": run, "value": [name, rounded(value)]} for run, name, value in known]},
-        ],
+        "series": scatter,
         "tooltip": {"trigger": "item"},
         "legend": {"show": True},
-    }  # fmt: skip
-    notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens."]
-    if not known:
-        notes.insert(0, "No run in this store is such a hybrid with a perplexity evaluation yet.")
+    }
+    notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens. Ours has an axis of its own: compare shapes, not heights."]
+    if by == "level":
+        notes.append("Random + vote takes 5 times the compute when evaluated.")
     return Figure(
-        f"Hybrid {by}: validation perplexity", option, ["model", "source", by, "perplexity"], lambda: rows, notes
+        f"Hybrid {by}: {AXES[quality]}",
+        option,
+        ["model", "source", by, quality, "standard deviation"],
+        lambda: rows,
+        notes,
+        produce="" if known else f"lt2 sweep {by}",
     )
 
 
-def _ours(source: Source, by: str) -> list[tuple[str, str, float]]:
-    found = source.snapshot().query(
-        "SELECT e.run, any_value(e.value), map_from_entries(list((c.key, c.text))) FROM evals e JOIN config c "
-        f"ON c.run = e.run WHERE {PERPLEXITY} AND e.value IS NOT NULL AND contains(c.key, 'layout.') "
-        "GROUP BY e.run ORDER BY e.run"
+def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
+    """What the gate after the attention changes in the three models of the paper's Table 4, and in ours."""
+    found = [(run, kind) for run in evaluated(source.snapshot()) if (kind := run.architecture) is not None]
+    known = [(r.run, k.title, k.gate, v) for r, k in found if (v := value_of(r, quality)) is not None]
+    pairs = {
+        title for title in {title for _, title, *_ in known} if len({bool(g) for _, t, g, _ in known if t == title}) > 1
+    }
+    ours = [row for row in known if row[1] in pairs or (row[1] in GATES and row[2])]
+    models = [*GATES, *sorted({title for _, title, *_ in ours} - set(GATES))]
+    column = 0 if quality == "perplexity" else 1
+    rows: list[list[Any]] = [[run, "this store", title, gate or "none", value] for run, title, gate, value in ours]
+    for title, values in GATES.items():
+        rows += [["1.3B", "paper", title, gate, pair[column]] for gate, pair in zip(("none", "yes"), values)]
+    arrows = [[[title, pair[0][column]], [title, pair[1][column]], [title, None]] for title, pair in GATES.items()]
+    series: list[dict[str, Any]] = [
+        {"type": "line", "name": "paper, gate", "paper": True, "data": [end for arrow in arrows for end in arrow],
+         "silent": True, "lineStyle": {"width": 1, "type": "dotted"}},
+    ]  # fmt: skip
+    for index, (name, symbol, size) in enumerate((("no gate", "emptyCircle", 10), ("gate", "circle", 11))):
+        points = [{"name": title, "value": [title, pair[index][column]]} for title, pair in GATES.items()]
+        series.append({"type": "scatter", "name": f"paper, {name}", "paper": True, "symbol": symbol, "symbolSize": size,
+                       "data": points})  # fmt: skip
+    for name, on, symbol in (("no gate", False, "emptyDiamond"), ("gate", True, "diamond")):
+        points = [{"name": run, "value": [t, rounded(v)]} for run, t, g, v in ours if bool(g) == on]
+        series.append({"type": "scatter", "name": f"this store, {name}", "colorIndex": 0, "yAxisIndex": 1, "z": 4,
+                       "symbol": symbol, "symbolSize": 13, "data": points})  # fmt: skip
+    option = {
+        "xAxis": {"type": "category", "data": models},
+        "yAxis": [
+            {"type": "value", "name": f"{AXES[quality]}, paper", "scale": True},
+            {"type": "value", "name": f"{AXES[quality]}, this store", "scale": True, "splitLine": {"show": False}},
+        ],
+        "series": series,
+        "tooltip": {"trigger": "item"},
+        "legend": {"show": True},
+    }
+    return Figure(
+        f"Output gate: {AXES[quality]}",
+        option,
+        ["model", "source", "architecture", "gate", quality],
+        lambda: rows,
+        ["Paper: Table 4, 1.3B, T = 4, 100B tokens. Ours are runs whose architecture was trained with and without."],
+        produce="" if ours else "lt2 sweep gate",
     )
-    result = []
-    for run, value, entries in found:
-        layout = {key.split("layout.")[-1]: text for key, text in entries.items()}
-        place = _ratio(layout) if by == "ratio" else _pattern(layout)
-        if place is not None:
-            result.append((run, place, value))
-    return result
 
 
-def _ratio(layout: dict[str, str]) -> str | None:
+def value_of(run: Evaluated, quality: Quality) -> float | None:
+    return run.perplexity if quality == "perplexity" else run.average
+
+
+def _place(kind: Architecture | None, by: str) -> str | None:
+    """Where in the ablation an architecture stands."""
+    if kind is None:
+        return None
+    layout = kind.layout
     if layout.get("type") == "uniform":
-        return {"full": "1:0", "gdn": "0:1"}.get(layout.get("mixer.type", ""))
-    is_full_gdn = layout.get("attention.type") == "full" and layout.get("mixer.type") == "gdn"
-    return layout.get("ratio") if is_full_gdn and layout.get("pattern", "interleave") == "interleave" else None
+        return {"full": "1:0", "gdn": "0:1"}.get(kind.mixers[0]) if by == "ratio" else None
+    if layout.get("type") == "loops":
+        return _masks(layout) if by == "level" else None
+    if kind.mixers != ("full", "gdn"):
+        return None
+    if layout.get("type") == "random":
+        return "random + vote" if by == "level" else None
+    ratio, pattern = layout.get("ratio", "1:4"), layout.get("pattern", "interleave")
+    if by == "pattern":
+        return pattern if ratio == "1:4" else None
+    if pattern != "interleave":
+        return None
+    return ratio if by == "ratio" else "depth" if ratio == "1:4" else None
 
 
-def _pattern(layout: dict[str, str]) -> str | None:
-    is_full_gdn = layout.get("attention.type") == "full" and layout.get("mixer.type") == "gdn"
-    return layout.get("pattern") if is_full_gdn and layout.get("ratio") == "1:4" else None
+def _masks(layout: dict[str, Any]) -> str | None:
+    """Whether the reach of a loop-level schedule shrinks or grows."""
+    reach = [m.get("window", 0) if m.get("type") == "window" else math.inf for m in layout["mixers"]]
+    if len(set(reach)) < 2:
+        return None
+    return (
+        "coarse to fine"
+        if reach == sorted(reach, reverse=True)
+        else "fine to coarse"
+        if reach == sorted(reach)
+        else None
+    )
+
+
+def _mean(values: list[float]) -> tuple[float, float | None, int] | None:
+    """(mean, sample standard deviation, count)."""
+    if not values:
+        return None
+    mean = math.fsum(values) / len(values)
+    spread = math.fsum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(spread / (len(values) - 1)) if len(values) > 1 else None, len(values)

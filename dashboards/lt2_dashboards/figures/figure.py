@@ -26,7 +26,8 @@ class Figure:
 
     `columns` name the table's columns with their unit in brackets; `make_rows` returns its rows of str, int, float or
     None, and is called only when somebody looks at the table. Rows whose numbers come from the paper say so in a column
-    called "source". `notes` are sentences shown under the chart.
+    called "source". `notes` are sentences shown under the chart. `produce` is the command that makes the data, given
+    when this store has none of its own in the figure.
     """
 
     title: str
@@ -34,6 +35,7 @@ class Figure:
     columns: list[str]
     make_rows: Callable[[], list[list[Any]]]
     notes: list[str] = field(default_factory=list)
+    produce: str = ""
 
     @cached_property
     def rows(self) -> list[list[Any]]:
@@ -82,13 +84,15 @@ def _parse(figure: str, name: str, kind: Any, text: str) -> Any:
 
 
 def describe(function: Callable[..., Figure]) -> dict[str, Any]:
-    """Name, first line of the docstring and parameters, for the list of figures."""
+    """Name, first paragraph of the docstring and parameters, for the list of figures."""
     hints = typing.get_type_hints(function)
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     return {
         "name": function.__name__,
-        "about": (inspect.getdoc(function) or "").partition("\n")[0],
-        "parameters": [{"name": p.name, **_control(hints[p.name], p.default)} for p in parameters],
+        "about": " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()),
+        "parameters": [
+            {"name": p.name, "required": p.default is p.empty, **_control(hints[p.name], p.default)} for p in parameters
+        ],
     }
 
 

@@ -3,7 +3,7 @@
 import { get, query } from "./api.js";
 import { fill, h, notice, setText } from "./dom.js";
 import { number } from "./format.js";
-import { DARK, LIGHT, themed } from "./theme.js";
+import { DARK, LIGHT, rowsOf, themed } from "./theme.js";
 
 const mounted = new Set();
 export const theme = () => (document.documentElement.dataset.theme === "dark" ? DARK : LIGHT);
@@ -11,18 +11,20 @@ export function repaint() { for (const chart of mounted) chart.paint(); }
 
 const TABLE_ROWS = 500;
 
-// options: small (a tile that links to its own page), group (charts that share a cursor), title (overrides the figure's)
+// options: small (a tile that links to its own page), legend (on a tile), group (charts that share a cursor),
+// title (overrides the figure's), beside (the table is always shown, next to the chart)
 export function figure(name, options = {}) {
   const canvas = h("div", { class: "canvas", role: "img" });
-  const table = h("div", { class: "figure-table", hidden: true, tabindex: "0" });
+  const table = h("div", { class: "figure-table", hidden: !options.beside, tabindex: "0", role: "region", "aria-label": "Table of the figure" });
   const notes = h("div", { class: "notes" });
   const title = h("a", { class: "figure-title" }, options.title ?? " ");
+  const badge = h("span", { class: "badge", hidden: true, title: "Nothing of this store is in this figure yet" }, "paper only");
   const csv = h("a", { download: "", title: "Download the table as CSV" }, "CSV");
   const html = h("a", { download: "", title: "Download as one self-contained HTML file" }, "HTML");
   const toggle = h("button", { type: "button", class: "link", "aria-pressed": "false", onclick: () => showTable(table.hidden) }, "Table");
-  const element = h("figure", { class: options.small ? "figure small" : "figure", "aria-busy": "true" },
-    h("figcaption", {}, title, h("span", { class: "tools" }, toggle, csv, html)), canvas, table, notes);
-  let chart = null, body = null, parameters = null, controller = null;
+  const element = h("figure", { class: options.small ? "figure small" : options.beside ? "figure large beside" : "figure", "aria-busy": "true" },
+    h("figcaption", {}, title, badge, h("span", { class: "tools" }, options.beside ? null : toggle, csv, html)), canvas, table, notes);
+  let chart = null, body = null, parameters = null, controller = null, sorting = null;
 
   function showTable(on) {
     table.hidden = !on;
@@ -46,6 +48,7 @@ export function figure(name, options = {}) {
       const answer = await get(`/api/figures/${name}${query({ ...next, ...bare })}`, controller.signal);
       if (!answer.changed && body === answer.body) return;
       body = answer.body;
+      if (!table.hidden && !body.rows) return void load(parameters); // "Table" was pressed while this was on its way
       options.onBody?.(body);
       draw();
       element.removeAttribute("aria-busy");
@@ -62,27 +65,40 @@ export function figure(name, options = {}) {
     if (!body) return;
     setText(title, options.title ?? body.title);
     canvas.setAttribute("aria-label", `${body.title}: chart; press Table for the numbers`);
-    fill(notes, body.notes.map((note) => h("p", {}, note)));
-    if (!table.hidden && body.rows) return void fill(table, numbers(body));
-    if (body.option.empty) return clear(body.option.empty);
+    badge.hidden = !body.produce || Boolean(body.option.empty);
+    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, note)));
+    element.style.setProperty("--rows", String(options.small ? 1 : rowsOf(body.option)));
+    if (!table.hidden && body.rows) fillTable();
+    if (canvas.hidden) return;
+    if (body.option.empty) return clear(body.option.empty, body.produce);
     paint();
+  }
+
+  function fillTable() {
+    const kept = document.activeElement?.closest?.("th")?.cellIndex, inside = table.contains(document.activeElement);
+    fill(table, numbers(sorted(body, sorting), sorting, (column) => {
+      sorting = sorting?.column === column ? (sorting.down ? { column, down: false } : null) : { column, down: true };
+      fillTable();
+    }));
+    if (inside && kept !== undefined) table.querySelectorAll("thead button")[kept]?.focus();
   }
 
   function paint() {
     if (!body || canvas.hidden || body.option.empty) return;
+    if (!canvas.isConnected) return; // the page was left while the answer was on its way
     if (!chart) {
       fill(canvas);
       chart = echarts.init(canvas, null, { renderer: "canvas" });
       if (options.group) { chart.group = options.group; echarts.connect(options.group); }
     }
-    chart.setOption(themed(body.option, theme(), { small: options.small }), { notMerge: true });
+    chart.setOption(themed(body.option, theme(), { small: options.small, legend: options.legend ?? !options.small }), { notMerge: true });
     element.dataset.ready = String(performance.now());
   }
 
-  function clear(text) {
+  function clear(text, command) {
     chart?.dispose();
     chart = null;
-    fill(canvas, text ? h("p", { class: "quiet-note" }, text) : null);
+    fill(canvas, text ? h("div", { class: "quiet-note" }, h("p", {}, text), command ? h("p", {}, "It comes from ", h("code", {}, command)) : null) : null);
     if (text) element.dataset.ready = String(performance.now());
   }
 
@@ -99,15 +115,52 @@ export function figure(name, options = {}) {
   return self;
 }
 
+const produced = (command) => h("div", { class: "produce" }, "Nothing of this store is in this figure yet. It comes from ", h("code", {}, command));
+
 const isNumeric = (rows, index) => typeof rows.find((row) => row[index] !== null && row[index] !== undefined)?.[index] === "number";
 
-export function numbers({ columns, rows }) {
+// Empty cells stay at the end whichever way a column is sorted.
+function sorted({ columns, rows }, by) {
+  if (!by) return { columns, rows };
+  const sign = by.down ? -1 : 1;
+  const order = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+  const empty = (value) => value === null || value === undefined || value === "";
+  return { columns, rows: [...rows].sort((a, b) => {
+    const [x, y] = [a[by.column], b[by.column]];
+    return empty(x) || empty(y) ? empty(x) - empty(y) : sign * order(x, y);
+  }) };
+}
+
+// One number of decimals for a column, about five digits in all, so that points stand under each other.
+function aligned(values) {
+  const known = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs);
+  const largest = Math.max(...known, 0);
+  if (known.every(Number.isInteger) || largest >= 1e5 || Math.min(...known) < 1e-3) return (value) => number(value, 6);
+  const decimals = Math.max(0, Math.min(5, 4 - Math.floor(Math.log10(largest))));
+  const needed = Math.max(...known.map((value) => (String(Number(value.toFixed(decimals))).split(".")[1] ?? "").length));
+  return (value) => (typeof value === "number" ? value.toFixed(needed) : number(value));
+}
+
+// sort(column), if given, is called when a column's name is pressed; `sorting` says how the rows are sorted now.
+export function numbers({ columns, rows }, sorting = null, sort = null) {
   const shown = rows.slice(0, TABLE_ROWS);
+  const numeric = columns.map((_, index) => isNumeric(shown, index));
+  const source = columns.indexOf("source");
+  const first = columns[0] === "model";
+  const head = (column, index) => {
+    if (!sort) return column;
+    const arrow = sorting?.column === index ? (sorting.down ? " ↓" : " ↑") : "";
+    return h("button", { type: "button", class: "link", onclick: () => sort(index) }, column, arrow);
+  };
+  const shape = columns.map((_, index) => (numeric[index] ? aligned(shown.map((row) => row[index])) : (value) => number(value, 6)));
+  const cell = (value, column, row) => {
+    const isRun = value !== null && (columns[column] === "run" || (first && column === 0 && row[source]?.startsWith("this store") && !value.startsWith("mean of ")));
+    return h("td", { class: numeric[column] ? "num" : "" }, isRun ? h("a", { href: `/runs/${value}` }, value) : shape[column](value));
+  };
   return [
     h("table", { class: "numbers" },
-      h("thead", {}, h("tr", {}, columns.map((column, index) => h("th", { scope: "col", class: isNumeric(shown, index) ? "num" : "" }, column)))),
-      h("tbody", {}, shown.map((row) => h("tr", {}, row.map((value, column) => h("td", { class: typeof value === "number" ? "num" : "" },
-        columns[column] === "run" ? h("a", { href: `/runs/${value}` }, value) : number(value, 6))))))),
+      h("thead", {}, h("tr", {}, columns.map((column, index) => h("th", { scope: "col", class: numeric[index] ? "num" : "", "aria-sort": sorting?.column === index ? (sorting.down ? "descending" : "ascending") : undefined }, head(column, index))))),
+      h("tbody", {}, shown.map((row) => h("tr", { class: source >= 0 && row[source] === "paper" ? "paper" : "" }, row.map((value, column) => cell(value, column, row)))))),
     rows.length > TABLE_ROWS ? h("p", { class: "quiet-note" }, `The first ${TABLE_ROWS} of ${rows.length.toLocaleString("en")} rows; CSV has all of them.`) : null,
   ];
 }

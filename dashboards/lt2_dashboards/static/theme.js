@@ -2,10 +2,12 @@
 
 export const LIGHT = {
   text: "#3b4250", faint: "#7a8394", line: "#e6e9ee", axis: "#c9ced8", panel: "#ffffff", border: "#dde1e8", paper: "#8a93a5",
+  heat: ["#f1f4f9", "#dbe6f8", "#b7cef1", "#8db2e8", "#6094dc", "#3573c8", "#1f4f96"], heatFlip: 4,
   palette: ["#2f6bd8", "#d9622b", "#1a9470", "#a8479c", "#b8860b", "#5b55c8", "#c2334d", "#13848f", "#7a5c3e", "#5f6b7d"],
 };
 export const DARK = {
   text: "#c6ccd8", faint: "#8791a3", line: "#252b36", axis: "#3a4250", panel: "#171b22", border: "#2c333f", paper: "#79839a",
+  heat: ["#1c222c", "#1d2f4a", "#23406b", "#2b548d", "#386bb0", "#5289d0", "#7aaaf0"], heatFlip: 5,
   palette: ["#6ea3ff", "#f0915f", "#4cc79e", "#d68acb", "#dcb04a", "#9d98f5", "#f07a8f", "#4fc3cf", "#b99873", "#9aa6b8"],
 };
 
@@ -24,11 +26,42 @@ export function compact(value) {
 
 const trim = (value) => String(Number(value.toPrecision(4)));
 
+// Lengths in tokens stand on axes by their base-2 logarithm: 14 is 16384, which is called 16k.
+export function binary(exponent) {
+  const value = 2 ** exponent;
+  for (const [unit, name] of [[2 ** 20, "M"], [2 ** 10, "k"]]) if (value >= unit) return trim(value / unit) + name;
+  return trim(value);
+}
+
+export const rowsOf = ({ panels }) => (panels ? Math.ceil(panels.titles.length / panels.columns) : 1);
+
+// Where the panels of an option go, in percent; a small chart shows the first only.
+function placed(option, theme, small) {
+  const { panels, ...rest } = option;
+  if (small) {
+    const first = (list) => list.filter((item) => (item.gridIndex ?? item.xAxisIndex) === 0);
+    return { ...rest, xAxis: first(rest.xAxis), yAxis: first(rest.yAxis), series: first(rest.series) };
+  }
+  const columns = panels.columns, rows = rowsOf(option);
+  const percent = 100 / Math.max(560, 200 * rows); // of a pixel: charts are at least about so high
+  const top = 40 * percent, height = (100 - top) / rows, width = 100 / columns;
+  const at = panels.titles.map((text, index) => ({ text, row: Math.floor(index / columns), column: index % columns }));
+  return {
+    ...rest,
+    grid: at.map(({ row, column }) => ({ left: `${column * width + 1}%`, width: `${width - 2.2}%`, top: `${top + row * height + 26 * percent}%`,
+      height: `${height - (row === rows - 1 ? 62 : 34) * percent}%`, containLabel: true })),
+    title: at.map(({ text, row, column }) => ({ text, left: `${column * width + 1}%`, top: `${top + row * height}%`, padding: 0,
+      textStyle: { color: theme.text, fontSize: 12, fontWeight: 600, fontFamily: "Inter, system-ui, sans-serif" } })),
+    xAxis: rest.xAxis.map((axis, index) => (at[index].row === rows - 1 ? axis : { ...axis, name: undefined })),
+  };
+}
+
 // A figure's option with this theme: what Python leaves out (colours, fonts, grids) is filled in here.
-export function themed(option, theme, { small = false } = {}) {
-  const { empty: _, ...rest } = structuredClone(option);
+export function themed(option, theme, { small = false, legend = !small } = {}) {
+  const { empty: _, ...given } = structuredClone(option);
+  const rest = given.panels ? placed(given, theme, small) : given;
   const size = small ? 11 : 12;
-  const axis = (given, vertical) => ({
+  const axis = ({ binary: lengths, ...given }, vertical) => ({
     nameLocation: "middle",
     nameGap: vertical ? 44 : 26,
     nameTextStyle: { color: theme.faint, fontSize: size },
@@ -41,11 +74,12 @@ export function themed(option, theme, { small = false } = {}) {
     ...(small && !vertical ? { name: undefined } : {}),
     axisLabel: {
       color: theme.faint, fontSize: size, hideOverlap: true,
-      ...(given.type === "category" ? {} : { formatter: compact, ...(vertical ? {} : { showMaxLabel: false }) }),
+      ...(given.type === "category" ? {} : { formatter: lengths ? binary : compact, ...(vertical || lengths ? {} : { showMaxLabel: false }) }),
       ...given.axisLabel,
     },
   });
   const each = (value, vertical) => (value === undefined ? undefined : [].concat(value).map((given) => axis(given, vertical)));
+  const lengths = [].concat(rest.xAxis ?? []).some((given) => given.binary);
   const result = {
     animation: false,
     textStyle: { fontFamily: "Inter, system-ui, sans-serif", color: theme.text },
@@ -57,20 +91,20 @@ export function themed(option, theme, { small = false } = {}) {
       backgroundColor: theme.panel, borderColor: theme.border, borderWidth: 1, padding: [8, 10], confine: true,
       textStyle: { color: theme.text, fontSize: 12 }, extraCssText: "box-shadow: 0 4px 16px rgba(0,0,0,.18)",
       axisPointer: { type: "line", lineStyle: { color: theme.faint, type: "dashed" } },
-      formatter: (items) => tooltip([].concat(items), theme),
+      formatter: (items) => tooltip([].concat(items), theme, lengths),
       ...rest.tooltip,
     },
     series: (rest.series ?? []).map((series) => styled(series, theme, small)),
   };
   const names = [...new Set(result.series.map((series) => series.name).filter(Boolean))];
-  if (rest.legend || (!small && names.length > 1)) {
+  if (legend && (rest.legend || names.length > 1)) {
     result.legend = {
       type: "scroll", top: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 4, data: names, ...rest.legend,
       textStyle: { color: theme.text, fontSize: 12 }, pageTextStyle: { color: theme.faint },
       pageIconColor: theme.text, pageIconInactiveColor: theme.axis, inactiveColor: theme.axis,
     };
-    result.grid = { ...result.grid, top: 40 };
-  }
+    if (!Array.isArray(result.grid)) result.grid = { ...result.grid, top: 40 };
+  } else delete result.legend;
   if (rest.parallel) {
     result.parallelAxis = rest.parallelAxis.map((given) => ({
       nameTextStyle: { color: theme.text, fontSize: 12 }, axisLine: { lineStyle: { color: theme.axis } },
@@ -78,7 +112,13 @@ export function themed(option, theme, { small = false } = {}) {
       z: 20, axisLabel: { color: theme.text, fontSize: 11, backgroundColor: theme.panel, padding: [1, 3], borderRadius: 2, ...(given.type === "value" ? { formatter: compact } : {}) },
     }));
   }
-  if (rest.visualMap) result.visualMap = { textStyle: { color: theme.faint }, formatter: compact, ...rest.visualMap };
+  if (rest.visualMap) {
+    const { heat, ...map } = rest.visualMap;
+    result.visualMap = { textStyle: { color: theme.faint }, ...(map.type === "piecewise" ? {} : { formatter: compact }), ...map };
+    if (heat) Object.assign(result.visualMap, { inRange: { color: theme.heat }, itemGap: 14, itemWidth: 12, itemHeight: 12, show: !small,
+      pieces: map.pieces?.map((piece, index) => ({ ...piece, color: theme.heat[index % theme.heat.length] })) });
+    if (heat && result.grid && !small) result.grid = { ...result.grid, top: 40 };
+  }
   for (const key of ["xAxis", "yAxis"]) if (result[key] === undefined) delete result[key];
   if (rest.parallel || rest.xAxis === undefined) delete result.grid;
   return result;
@@ -88,6 +128,12 @@ function styled(series, theme, small) {
   const { colorIndex, band, paper, ...rest } = series;
   const tint = paper ? theme.paper : colorIndex === undefined ? undefined : colour(theme, colorIndex);
   const own = tint ? { color: tint, itemStyle: { color: tint, ...rest.itemStyle } } : {};
+  if (rest.markLine) rest.markLine = { silent: true, symbol: "none", animation: false, label: { show: false }, lineStyle: { color: theme.axis, type: "dashed", width: 1 }, ...rest.markLine };
+  if (rest.type === "heatmap") {
+    const label = { ...rest.label, color: theme.text, fontSize: small ? 10 : 13, fontWeight: 600, formatter: ({ value }) => compact(value[2]) };
+    const data = rest.data.map((cell) => (cell.value[2] >= theme.heatFlip ? { ...cell, label: { color: theme.panel } } : cell));
+    return { ...rest, data, label, itemStyle: { borderColor: theme.panel, borderWidth: 2, borderRadius: 3 }, emphasis: { disabled: true } };
+  }
   if (rest.type === "line") {
     const line = { width: band ? 0 : small ? 1.4 : 1.7, ...(tint ? { color: tint } : {}), ...rest.lineStyle };
     const area = rest.areaStyle ? { areaStyle: { ...(tint ? { color: tint } : {}), ...rest.areaStyle } } : {};
@@ -102,7 +148,7 @@ function styled(series, theme, small) {
 }
 
 // Built from nodes, never from markup: names of runs are text from other people.
-function tooltip(items, theme) {
+function tooltip(items, theme, lengths) {
   const box = document.createElement("div");
   const shown = items.filter((item) => item.value !== undefined && !isBand(item));
   if (!shown.length) return box;
@@ -111,10 +157,10 @@ function tooltip(items, theme) {
   const first = shown[0];
   head.textContent = first.data?.name ?? first.axisValueLabel ?? "";
   if (first.axisValue !== undefined && typeof first.axisValue === "number") {
-    head.textContent = `${first.axisDim === "x" ? "at " : ""}${first.axisValue.toLocaleString("en", { maximumFractionDigits: 4 })}`;
+    head.textContent = lengths ? `${binary(first.axisValue)} tokens` : `${first.axisDim === "x" ? "at " : ""}${first.axisValue.toLocaleString("en", { maximumFractionDigits: 4 })}`;
   }
   if (head.textContent) box.append(head);
-  const value = (item) => item.data?.shown ?? (!Array.isArray(item.value) ? item.value : item.seriesType === "parallel" ? item.value.at(-1) : item.value[1]);
+  const value = (item) => item.data?.shown ?? (!Array.isArray(item.value) ? item.value : ["parallel", "heatmap"].includes(item.seriesType) ? item.value.at(-1) : item.value[1]);
   const sorted = shown.length > 6 ? [...shown].sort((a, b) => value(b) - value(a)).slice(0, 14) : shown;
   for (const item of sorted) {
     const row = document.createElement("div");

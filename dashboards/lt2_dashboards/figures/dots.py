@@ -1,0 +1,46 @@
+"""Scores of many models on a list of tasks: one line per task, the paper's models in grey, ours in colour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lt2_dashboards.figures.figure import rounded
+
+MAX_RUNS = 40  # newest first
+Scores = Mapping[str, Sequence[float | None]]  # model -> one value per label
+
+# The two models of the paper that everything is compared with have marks of their own.
+_MARKED = {"Looped Transformer": ("rect", 9), "Looped Hybrid (Full+GDN)": ("triangle", 10)}
+
+
+def dots(labels: Sequence[str], paper: Scores, ours: Scores, *, unit: str) -> dict[str, Any]:
+    """The option of such a chart: values across, `labels` down."""
+    series: list[dict[str, Any]] = []
+    rest = {model: values for model, values in paper.items() if model not in _MARKED}
+    if rest:
+        grey = [point for model, values in rest.items() for point in _points(model, labels, values)]
+        series.append({"type": "scatter", "name": "paper, other models", "paper": True, "symbol": "circle",
+                       "symbolSize": 7, "data": grey, "itemStyle": {"opacity": 0.4}})  # fmt: skip
+    for model, (symbol, size) in _MARKED.items():
+        if model in paper:
+            series.append({"type": "scatter", "name": f"paper, {model}", "paper": True, "symbol": symbol,
+                           "symbolSize": size, "data": _points(model, labels, paper[model])})  # fmt: skip
+    for position, (run, values) in enumerate(ours.items()):
+        series.append({"type": "scatter", "name": run, "colorIndex": position, "symbol": "diamond", "symbolSize": 11,
+                       "data": _points(run, labels, values), "z": 4})  # fmt: skip
+    return {
+        "xAxis": {"type": "value", "name": unit, "scale": True},
+        "yAxis": {"type": "category", "data": list(labels), "inverse": True, "splitLine": {"show": True}},
+        "series": series,
+        "tooltip": {"trigger": "item"},
+        "legend": {"show": True},
+    }
+
+
+def _points(model: str, labels: Sequence[str], values: Sequence[float | None]) -> list[dict[str, Any]]:
+    return [
+        {"name": f"{label}: {model}", "value": [rounded(value), label], "shown": rounded(value)}
+        for label, value in zip(labels, values)
+        if value is not None
+    ]

@@ -1,0 +1,47 @@
+"""Charts of several panels: each has axes of its own, and the page's theme places them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Panel:
+    """One panel: its title, its two axes and the series drawn in it."""
+
+    title: str
+    x: dict[str, Any]
+    y: dict[str, Any]
+    series: list[dict[str, Any]] = field(default_factory=list)
+
+
+def panels(found: list[Panel], *, columns: int) -> dict[str, Any]:
+    """The option of `found` in rows of `columns`; the theme turns "panels" into ECharts grids and titles."""
+    return {
+        "panels": {"columns": columns, "titles": [panel.title for panel in found]},
+        "xAxis": [{**panel.x, "gridIndex": index} for index, panel in enumerate(found)],
+        "yAxis": [{**panel.y, "gridIndex": index} for index, panel in enumerate(found)],
+        "series": [
+            {**series, "xAxisIndex": index, "yAxisIndex": index}
+            for index, panel in enumerate(found)
+            for series in panel.series
+        ],
+        "tooltip": {"trigger": "axis"},
+        "legend": {"show": True},
+    }
+
+
+def by_length(name: str, lengths: Iterable[int]) -> dict[str, Any]:
+    """The x axis of `lengths` in tokens, on which a length stands at `at_length`."""
+    places = [at_length(length) for length in lengths]
+    low, high = math.floor(min(places, default=10)), math.ceil(max(places, default=10))
+    alone = low == high
+    return {"type": "value", "binary": True, "interval": 1, "min": low - alone, "max": high + alone, "name": name}
+
+
+def at_length(tokens: int) -> float:
+    """The base-2 logarithm; the theme writes 14 as 16k."""
+    return round(math.log2(tokens), 6)

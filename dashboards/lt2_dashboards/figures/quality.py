@@ -1,0 +1,136 @@
+"""Quality against what it costs: parameters, and the compute spent when a model is run deeper."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lt2_dashboards.figures.ablations import AXES, Quality, value_of
+from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.paper import DOWNSTREAM, mean_of_tasks
+from lt2_dashboards.figures.store import evaluated, rows_of
+from lt2_dashboards.queries import Source
+
+NOMINAL = {"0.6B": 0.6e9, "1.3B": 1.3e9}
+Point = tuple[str, str, float, float]  # model, architecture, parameters, quality
+
+
+def pareto(source: Source, *, quality: Quality = "average") -> Figure:
+    """Quality by number of parameters, with the frontier: models that no smaller one beats.
+
+    The average is over the paper's eight tasks. The paper's models (Table 2) stand at their nominal 0.6B and 1.3B.
+    """
+    found = evaluated(source.snapshot())
+    ours = [
+        (run.run, kind.title if (kind := run.architecture) else "unknown", float(run.parameters), value)
+        for run in found
+        if run.parameters and (value := value_of(run, quality)) is not None
+    ]
+    paper = [
+        (model, model, NOMINAL[size], row[0] if quality == "perplexity" else mean_of_tasks(row))
+        for size, models in DOWNSTREAM.items()
+        for model, row in models.items()
+        if row is not None
+    ]
+    better = min if quality == "perplexity" else max
+    kinds = sorted({kind for _, kind, *_ in ours})
+    series: list[dict[str, Any]] = [
+        {"type": "scatter", "name": "paper", "paper": True, "symbolSize": 8, "data": _points(paper)},
+        _frontier("paper, frontier", paper, better) | {"paper": True},
+    ]
+    series += [
+        {"type": "scatter", "name": kind, "colorIndex": position, "symbol": "diamond", "symbolSize": 12, "z": 4,
+         "data": _points([point for point in ours if point[1] == kind])}
+        for position, kind in enumerate(kinds)
+    ]  # fmt: skip
+    if len(ours) > 1:
+        series.append(_frontier("this store, frontier", ours, better) | {"colorIndex": len(kinds)})
+    other = "perplexity" if quality == "average" else "average"
+    notes = ["Paper: Table 2 at nominal sizes; averages are recomputed from the eight tasks."]
+    if quality == "perplexity":
+        notes.append("Perplexities compare only between models of one tokenizer and one held-out text.")
+    if not ours and (others := sum(value_of(run, other) is not None for run in found)):
+        notes.append(f"{others} runs have the {other}: quality={other} shows them.")
+    table = [[run, "this store", kind, size, value] for run, kind, size, value in ours]
+    table += [[model, "paper", kind, size, value] for model, kind, size, value in paper]
+    option = {
+        "xAxis": {"type": "log", "name": "parameters"},
+        "yAxis": {"type": "value", "name": AXES[quality], "scale": True},
+        "series": series,
+        "tooltip": {"trigger": "item"},
+        "legend": {"show": True},
+    }
+    return Figure(
+        f"Quality by parameters: {AXES[quality]}",
+        option,
+        ["model", "source", "architecture", "parameters", quality],
+        lambda: table,
+        notes,
+        produce="" if ours else "lt2 eval RUN --pack PACK --suite core",
+    )
+
+
+def _points(found: list[Point]) -> list[dict[str, Any]]:
+    return [
+        {"name": run if run == kind else f"{run}: {kind}", "value": [size, rounded(value)], "shown": rounded(value)}
+        for run, kind, size, value in found
+    ]
+
+
+def _frontier(name: str, found: list[Point], better: Any) -> dict[str, Any]:
+    """A step line through the points that no model of at most their size beats."""
+    line: list[list[float | None]] = []
+    best: float | None = None
+    for size in sorted({point[2] for point in found}):
+        here = better(value for _, _, s, value in found if s == size)
+        if best is None or better(here, best) != best:
+            best = here
+            line.append([size, rounded(here)])
+    if line:
+        line.append([max(point[2] for point in found), line[-1][1]])
+    return {"type": "line", "name": name, "step": "end", "data": line, "lineStyle": {"type": "dotted"}, "silent": True}
+
+
+def depth(
+    source: Source, *, task: str = "perplexity", metric: str = "perplexity", runs: list[str] | None = None
+) -> Figure:
+    """One score of the same weights run at several depths, over the compute that each depth spends.
+
+    From evaluations with `loops`; a model with halting also has a point for early exit.
+    """
+    condition, bound = "e.name = 'depth' AND e.task = ? AND e.metric = ?", [task, metric]
+    if runs is not None:
+        condition, bound = condition + " AND list_contains(?, e.run)", [*bound, runs]
+    found: dict[str, dict[tuple[int, bool], dict[str, Any]]] = {}
+    for run, row in rows_of(source.snapshot(), condition, bound):
+        if row.get("value") is not None and row.get("flops_per_token"):
+            found.setdefault(run, {})[row["n_loops"], bool(row.get("early_exit"))] = row
+    table, series = [], []
+    for position, (run, by_depth) in enumerate(list(found.items())[:20]):
+        lines: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+        for (n_loops, exits), row in sorted(by_depth.items()):
+            table.append([run, n_loops, "yes" if exits else "no", row.get("mean_loops"), row["flops_per_token"],
+                          row["value"], row.get("stderr")])  # fmt: skip
+            name = f"{run}: early exit" if exits else f"{run}: {n_loops} loops"
+            lines[exits].append({"name": name, "value": [row["flops_per_token"], rounded(row["value"])]})
+        series.append({"type": "line", "name": run, "colorIndex": position, "showSymbol": True, "symbolSize": 7,
+                       "data": lines[False]})  # fmt: skip
+        if lines[True]:
+            series.append({"type": "scatter", "name": f"{run}, early exit", "colorIndex": position, "symbol": "pin",
+                           "symbolSize": 18, "data": lines[True]})  # fmt: skip
+    option = {
+        "xAxis": {"type": "log", "name": "forward FLOPs per token"},
+        "yAxis": {"type": "value", "name": f"{task}, {metric}" if task != metric else metric, "scale": True},
+        "series": series,
+        "tooltip": {"trigger": "item"},
+        "legend": {"show": True},
+        "empty": None if found else f"No run was evaluated at several depths on {task!r} by {metric!r} yet.",
+    }
+    columns = ["run", "loops", "early exit", "mean loops", "FLOPs per token", metric, "standard error"]
+    return Figure(
+        f"Depth: {task} by compute",
+        option,
+        columns,
+        lambda: table,
+        ["The paper trains and evaluates at T = 4 only."],
+        produce="" if found else "lt2 eval RUN --pack PACK --suite core --loops 1,2,4,8",
+    )

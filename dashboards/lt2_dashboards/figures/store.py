@@ -1,0 +1,164 @@
+"""What several figures ask of a store: the evaluated runs, newest first, with their architecture and scores."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_dashboards.figures.paper import TASKS
+from lt2_dashboards.queries import PERPLEXITY, Snapshot
+
+MAX_RUNS = 1_000  # of one figure, newest first
+NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is the customary number
+# SQL: a number inside an evaluation row's JSON, in which a NaN must not end the query
+_PARAMETERS = "TRY_CAST(regexp_extract(e.row, '\"parameters\": ([0-9]+)', 1) AS BIGINT)"
+LABELS = {
+    "full": "Full",
+    "window": "Window",
+    "mla": "MLA",
+    "la": "LA",
+    "retnet": "RetNet",
+    "mamba2": "Mamba2",
+    "gla": "GLA",
+    "hgrn2": "HGRN2",
+    "deltanet": "DeltaNet",
+    "gdn": "GDN",
+    "kda": "KDA",
+    "nsa": "NSA",
+    "dsa": "DSA",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A run's layout in the paper's words.
+
+    `mixers` are config types, attention first in hybrids; `name` is without depth ("Transformer", "Hybrid (Full+GDN)"),
+    `title` as in the paper's tables ("Looped Hybrid (Full+GDN)").
+    """
+
+    mixers: tuple[str, ...]
+    name: str
+    n_loops: int
+    layout: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"Looped {self.name}" if self.n_loops > 1 else self.name
+
+    @property
+    def gate(self) -> str | None:
+        """The gate after the attention, or None; a store may also say that with the word "none"."""
+        parts = [self.layout.get("attention"), self.layout.get("mixer"), *(self.layout.get("mixers") or ())]
+        gates = [
+            part.get("gate") for part in parts if isinstance(part, Mapping) and part.get("gate") not in (None, "none")
+        ]
+        return str(gates[0]) if gates else None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One run with results. `scores` has (task, metric) -> value as stored, the later of two that agree in both."""
+
+    run: str
+    config: dict[str, Any]
+    scores: dict[tuple[str, str], float] = field(default_factory=dict)
+    parameters: int | None = None
+    perplexity: float | None = None
+
+    @property
+    def architecture(self) -> Architecture | None:
+        return architecture(self.config)
+
+    def accuracy(self, task: str) -> float | None:
+        """Percent, with acc_norm where that is customary and the run has it."""
+        wanted = ("acc_norm", "acc") if task in NORMALISED else ("acc",)
+        return self.percent(task, *wanted)
+
+    def percent(self, task: str, *metrics: str) -> float | None:
+        """The first of `metrics` that the run has, in percent."""
+        values = [self.scores[task, metric] for metric in metrics if (task, metric) in self.scores]
+        return None if not values else values[0] if values[0] > 1 else 100 * values[0]
+
+    @property
+    def average(self) -> float | None:
+        """Mean accuracy over the paper's eight tasks, in percent; None unless all eight are there."""
+        values = [value for task in TASKS if (value := self.accuracy(task)) is not None]
+        return math.fsum(values) / len(values) if len(values) == len(TASKS) else None
+
+
+def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Evaluated]:
+    """The runs with evaluations at their own depth, newest first; `runs` limits and orders them.
+
+    Raises ConfigError for one of `runs` that the store does not have.
+    """
+    wanted = None if runs is None else list(runs)
+    if wanted is not None and (unknown := [run for run in wanted if run not in snapshot.runs(wanted)]):
+        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+    picked, bound = ("", []) if wanted is None else ("AND list_contains(?, e.run)", [wanted])
+    rows = snapshot.query(
+        "WITH newest AS (SELECT e.run, max(created) AS created FROM evals e LEFT JOIN runs USING (run) "
+        f"WHERE e.name <> 'depth' {picked} GROUP BY e.run ORDER BY created DESC NULLS LAST, e.run LIMIT {MAX_RUNS}) "
+        f"SELECT e.run, e.task, e.metric, e.value, {PERPLEXITY}, {_PARAMETERS} "
+        "FROM newest JOIN evals e USING (run) WHERE e.name <> 'depth' AND e.value IS NOT NULL "
+        "ORDER BY newest.created DESC NULLS LAST, e.run, e.rowid",
+        bound,
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for run, task, metric, value, is_perplexity, parameters in rows:
+        entry = found.setdefault(run, {"scores": {}, "parameters": None, "perplexity": None})
+        entry["scores"][task or "", (metric or "acc").split(",")[0]] = value  # lm-eval writes "acc_norm,none"
+        entry["parameters"] = parameters or entry["parameters"]
+        if is_perplexity:
+            entry["perplexity"] = value
+    infos = snapshot.runs(list(found))
+    order = found if wanted is None else wanted
+    return [Evaluated(run, infos[run].config if run in infos else {}, **found.get(run, {})) for run in order]
+
+
+def rows_of(
+    snapshot: Snapshot, condition: str, parameters: list[Any] | None = None
+) -> list[tuple[str, dict[str, Any]]]:
+    """(run, whole evaluation row) where the SQL `condition` on `evals` holds: newest run first, in order of writing."""
+    found = snapshot.query(
+        f"SELECT e.run, e.row FROM evals e LEFT JOIN runs USING (run) WHERE {condition} "
+        "ORDER BY created DESC NULLS LAST, e.run, e.rowid",
+        parameters,
+    )
+    return [(run, json.loads(row)) for run, row in found]
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture | None:
+    """From a run's config; None if it describes no layout."""
+    model = config.get("model", config)
+    layout = model.get("layout") if isinstance(model, Mapping) else None
+    if not isinstance(layout, Mapping):
+        return None
+    loops = model.get("n_loops")
+    n_loops = loops if isinstance(loops, int) else 1
+    first, second = _type(layout.get("attention")), _type(layout.get("mixer"))
+    if layout.get("type") in ("hybrid", "random") and first and second:
+        name = f"{label(first)}+{label(second)}" if first == "full" else f"{label(second)}+{label(first)}"
+        kind = "Hybrid" if layout["type"] == "hybrid" else "Random hybrid"
+        return Architecture((first, second), f"{kind} ({name})", n_loops, dict(layout))
+    if layout.get("type") == "uniform" and second:
+        name = "Transformer" if second == "full" else label(second)
+        return Architecture((second,), name, n_loops, dict(layout))
+    masks = [_type(mixer) for mixer in layout.get("mixers") or ()]
+    if masks and all(masks):
+        mixers = tuple(mask for mask in masks if mask)
+        return Architecture(mixers, " to ".join(label(mixer) for mixer in mixers), n_loops, dict(layout))
+    return None
+
+
+def label(mixer: str) -> str:
+    return LABELS.get(mixer, mixer)
+
+
+def _type(mixer: Any) -> str | None:
+    kind = mixer.get("type") if isinstance(mixer, Mapping) else None
+    return kind if isinstance(kind, str) else None

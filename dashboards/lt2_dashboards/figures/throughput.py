@@ -1,0 +1,126 @@
+"""Prefill and decode throughput by sequence length and batch size, and where memory ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.panels import Panel, at_length, by_length, panels
+from lt2_dashboards.figures.paper import CAPS, DECODE
+from lt2_dashboards.figures.store import rows_of
+from lt2_dashboards.queries import Source
+
+METRICS = {"prefill_tokens_per_s": "prefill", "decode_tokens_per_s": "decode"}
+MAX_BATCHES = 4  # rows of panels
+MAX_LINES = 12
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured (run, phase, batch, context): tokens/s with quartiles, or None where memory ran out."""
+
+    run: str
+    phase: str
+    batch: int
+    context: int
+    rate: float | None
+    low: float | None
+    high: float | None
+    device: str
+
+
+def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
+    """Prefill and decode throughput by context, one row of panels per batch size; open squares mark the last context
+    that fitted where a longer one ran out of memory.
+
+    The paper's decode rates and limits that its text names (one H100 of 80 GB, 1.3B, T = 4) are drawn in grey.
+    """
+    cells = _cells(source, runs)
+    names = list(dict.fromkeys(cell.run for cell in cells))[:MAX_LINES]
+    cells = [cell for cell in cells if cell.run in names]
+    batches = sorted({cell.batch for cell in cells})[-MAX_BATCHES:] or [8]
+    found = [
+        _panel(phase, batch, names, [cell for cell in cells if (cell.phase, cell.batch) == (phase, batch)])
+        for batch in batches
+        for phase in ("prefill", "decode")
+    ]
+    rows: list[list[Any]] = [
+        [c.run, "this store", c.phase, c.batch, c.context, c.rate, c.low, c.high, c.device,
+         "yes" if c.rate is None else ""]
+        for c in cells
+    ]  # fmt: skip
+    h100 = "H100 80 GB"
+    rows += [[m, "paper", "decode", b, length, rate, None, None, h100, ""] for m, b, length, rate in DECODE]
+    rows += [[m, "paper", "decode", b, length, None, None, None, h100, "beyond"] for (m, b), length in CAPS.items()]
+    columns = ["model", "source", "phase", "batch", "context", "tokens/s", "lower quartile", "upper quartile", "device",
+               "out of memory"]  # fmt: skip
+    if not any(cell.phase == "prefill" for cell in cells):
+        found = [panel for panel in found if panel.title.startswith("decode")]
+    option = panels(found, columns=2 if len(found) > len(batches) else 1) | {"tooltip": {"trigger": "item"}}
+    notes = [
+        "Paper (text of Section 4.2 and the introduction): at batch 8 and 8k, 125 against 22 tokens/s decoded (GDN+DSA "
+        "against the Looped Transformer), about 5 times for Full+GDN; the Looped Transformer ends near 16k at batch 4 "
+        "and near 8k at batch 8. The curves themselves are printed without numbers."
+    ]
+    if len({cell.device for cell in cells}) > 1:
+        notes.append("These runs were measured on different devices; see the table.")
+    return Figure(
+        "Throughput by context and batch",
+        option,
+        columns,
+        lambda: rows,
+        notes,
+        produce="" if cells else "lt2 run quickstart (its evaluate step measures one cell)",
+    )
+
+
+def _cells(source: Source, runs: list[str] | None) -> list[Cell]:
+    """Every measured cell, the later of two of the same."""
+    condition = "e.name <> 'depth' AND e.metric IN ('prefill_tokens_per_s', 'decode_tokens_per_s')"
+    bound: list[Any] = []
+    if runs is not None:
+        condition, bound = condition + " AND list_contains(?, e.run)", [runs]
+    found: dict[tuple[str, str, int, int], Cell] = {}
+    for run, row in rows_of(source.snapshot(), condition, bound):
+        batch, context = row.get("batch_size"), row.get("context")
+        if not isinstance(batch, int) or not isinstance(context, int):
+            continue  # of a store from before cells said their place
+        phase = METRICS[row["metric"]]
+        rate = None if row.get("out_of_memory") else row.get("value")
+        found[run, phase, batch, context] = Cell(
+            run, phase, batch, context, rate, row.get("q1"), row.get("q3"), str(row.get("device") or "")
+        )
+    return list(found.values())
+
+
+def _panel(phase: str, batch: int, names: list[str], cells: list[Cell]) -> Panel:
+    lengths = [cell.context for cell in cells] or [context for _, at, context, _ in DECODE if at == batch]
+    panel = Panel(
+        f"{phase}, batch {batch} (tokens/s)",
+        by_length("context (tokens)", lengths),
+        {"type": "log"},
+    )
+    for position, run in enumerate(names):
+        mine = sorted((cell for cell in cells if cell.run == run), key=lambda cell: cell.context)
+        fits = [cell for cell in mine if cell.rate is not None]
+        out = [cell.context for cell in mine if cell.rate is None]
+        last = fits[-1] if fits and out and max(out) > fits[-1].context else None
+        data = [
+            {"name": f"{run}, {cell.context:,} tokens", "value": [at_length(cell.context), rounded(cell.rate)],
+             **({"symbol": "emptyRect", "symbolSize": 12, "detail": "longer ones ran out of memory"} if cell is last
+                else {"symbol": "circle"})}
+            for cell in fits
+        ]  # fmt: skip
+        if data:
+            panel.series.append({"type": "line", "name": run, "colorIndex": position, "showSymbol": True,
+                                 "symbolSize": 6, "data": data})  # fmt: skip
+    for model, at, context, rate in DECODE if phase == "decode" else ():
+        if at == batch:
+            capped = CAPS.get((model, batch)) == context
+            panel.series.append({
+                "type": "scatter", "name": f"paper, {model}", "paper": True, "symbolSize": 11,
+                "symbol": "emptyRect" if capped else "triangle",
+                "data": [{"name": f"paper, {model}", "value": [at_length(context), rate], "shown": rate}],
+            })  # fmt: skip
+    return panel

@@ -1,0 +1,170 @@
+"""How looping trains and computes: gradient spikes by mixer, and what the residual stream does from loop to loop."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lt2.config import ConfigError
+from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.panels import Panel, panels
+from lt2_dashboards.figures.paper import RMS_GROWTH, STABILITY
+from lt2_dashboards.figures.store import Architecture, architecture, rows_of
+from lt2_dashboards.queries import Source
+from lt2_platform.results import RunInfo
+from lt2_platform.results_curves import refit
+
+MAX_LINES = 12
+POINTS = 600  # per line
+WINDOW, SPIKE = 32, 3.0  # a spike is a gradient norm above SPIKE times the median of the WINDOW points before
+
+
+def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
+    """Loss and gradient norm over training by mixer, with spikes and divergence counted beside the paper's words.
+
+    By default the newest looped run of every architecture. The norm is drawn as the largest in each bucket of steps.
+    """
+    chosen = _chosen(source, runs)
+    loss = Panel("training loss (nats per token)", {"type": "value", "name": "step"}, {"type": "value", "scale": True})
+    norm = Panel("gradient norm before clipping", {"type": "value", "name": "step"}, {"type": "log"})
+    rows: list[list[Any]] = []
+    for position, (run, kind) in enumerate(chosen):
+        table = source.curves(run).table
+        curves = {metric: table.filter(pc.field("metric") == metric) for metric in ("loss", "grad_norm")}
+        for panel, metric, column in ((loss, "loss", "mean"), (norm, "grad_norm", "max")):
+            if curves[metric].num_rows:
+                panel.series.append({"type": "line", "name": kind.title, "colorIndex": position,
+                                     "data": _points(curves[metric], column)})  # fmt: skip
+        rows.append([kind.title, "this store", run.run_id, *_summary(run, curves), STABILITY.get(kind.mixers, "")])
+    shown = {kind.mixers for _, kind in chosen}
+    rows += [
+        [_words(mixers), "paper", None, *[None] * 6, text] for mixers, text in STABILITY.items() if mixers not in shown
+    ]
+    option = panels([loss, norm], columns=1)
+    option["empty"] = None if chosen else "No looped run has logged losses and gradient norms yet."
+    columns = ["architecture", "source", "run", "lr", "last loss", "median norm", "largest norm", "spikes", "not finite",
+               "the paper at 1.3B (0.6B for RetNet and DeltaNet)"]  # fmt: skip
+    notes = [
+        f"Spikes: points of the stored curve whose norm is beyond {SPIKE:g} times the median of the {WINDOW} before. "
+        "Paper: Section 4.5, figures without printed numbers."
+    ]
+    produce = "" if chosen else "python scripts/stability.py --storage ROOT"
+    return Figure("Stability by mixer", option, columns, lambda: rows, notes, produce=produce)
+
+
+def _chosen(source: Source, runs: list[str] | None) -> list[tuple[RunInfo, Architecture]]:
+    snapshot = source.snapshot()
+    logged = "run IN (SELECT run FROM metrics WHERE metric = 'grad_norm')"
+    if runs is None:
+        wanted = [
+            run
+            for (run,) in snapshot.query(f"SELECT run FROM runs WHERE {logged} ORDER BY created DESC, run LIMIT 500")
+        ]
+    else:
+        wanted = runs
+    infos = snapshot.runs(wanted)
+    if runs is not None and (unknown := [run for run in runs if run not in infos]):
+        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+    found: dict[Any, tuple[RunInfo, Architecture]] = {}
+    for run, info in infos.items():
+        kind = architecture(info.config)
+        if kind is not None and (runs is not None or kind.n_loops > 1):
+            found.setdefault(run if runs is not None else kind.title, (info, kind))
+    return list(found.values())[:MAX_LINES]
+
+
+def _points(curve: pa.Table, column: str) -> list[list[Any]]:
+    drawn = refit(curve, POINTS)
+    return [[step, rounded(value)] for step, value in zip(drawn["step"].to_pylist(), drawn[column].to_pylist())]
+
+
+def _summary(run: RunInfo, curves: dict[str, pa.Table]) -> list[Any]:
+    """lr, last loss, median and largest norm, spikes, values that are not finite."""
+    train = run.config.get("train", run.config)
+    lr = train.get("lr") if isinstance(train, dict) else None
+    norm, broken = curves["grad_norm"], sum(int(np.sum(curve["nonfinite"].to_numpy())) for curve in curves.values())
+    means = [value for value in norm["mean"].to_pylist() if value is not None and value == value]
+    peaks = [value for value in norm["max"].to_pylist() if value is not None and value == value]
+    last = run.last.get("loss")
+    head = [lr if isinstance(lr, int | float) else None, last[1] if last else None]
+    if not means:
+        return [*head, None, None, None, broken]
+    spikes = sum(
+        peaks[at] > SPIKE * statistics.median(means[at - WINDOW : at])
+        for at in range(WINDOW, min(len(means), len(peaks)))
+    )
+    return [*head, statistics.median(means), max(peaks), spikes, broken]
+
+
+def _words(mixers: tuple[str, ...]) -> str:
+    parts = {"attention": {"type": mixers[0]}, "mixer": {"type": mixers[-1]}}
+    kind = architecture({"n_loops": 4, "layout": {"type": "hybrid" if len(mixers) > 1 else "uniform", **parts}})
+    return kind.title if kind else ""
+
+
+READINGS = {
+    "first_token_mass": ("attention on the first token", "value"),
+    "max_abs": ("largest activation", "log"),
+    "rms": ("residual stream, RMS", "value"),
+}
+
+
+def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure:
+    """The unrolled sawtooth: sink mass, largest activation and RMS at every (loop, layer), loop after loop.
+
+    Compare a run with and without the output gate by `runs`; by default the newest runs that have these readings.
+    """
+    condition, bound = "e.task = 'diagnostics' AND e.name <> 'depth'", []
+    if runs is not None:
+        condition, bound = condition + " AND list_contains(?, e.run)", [runs]
+    found: dict[str, dict[tuple[str, int, int], dict[str, Any]]] = {}
+    for run, row in rows_of(source.snapshot(), condition, bound):
+        if "loop" in row and "layer" in row:
+            found.setdefault(run, {})[str(row.get("metric")), row["loop"], row["layer"]] = row
+    names = list(found)[: len(found) if runs is not None else 3]
+    found = {run: found[run] for run in names}
+    drawn = [
+        Panel(
+            title,
+            {"type": "value", "name": "layer, counted through the loops", "min": 1},
+            {"type": kind, "scale": True},
+        )
+        for title, kind in READINGS.values()
+    ]
+    table: list[list[Any]] = []
+    for position, (run, readings) in enumerate(found.items()):
+        n_layers = 1 + max(layer for _, _, layer in readings)
+        n_loops = 1 + max(loop for _, loop, _ in readings)
+        for panel, metric in zip(drawn, READINGS):
+            line = {at: row for (name, *at_), row in readings.items() if name == metric for at in [tuple(at_)]}
+            data = [
+                {"name": f"loop {loop + 1}, layer {layer + 1}: {row.get('mixer', '')}",
+                 "value": [1 + loop * n_layers + layer, rounded(row["value"])]}
+                for (loop, layer), row in sorted(line.items())
+            ]  # fmt: skip
+            marks = [{"xAxis": loop * n_layers + 0.5} for loop in range(1, n_loops)] if position == 0 else []
+            panel.series.append({"type": "line", "name": run, "colorIndex": position, "showSymbol": True, "symbolSize": 4,
+                                 "data": data, **({"markLine": {"data": marks}} if marks else {})})  # fmt: skip
+        for (metric, loop, layer), row in sorted(readings.items(), key=lambda item: item[0]):
+            table.append([run, loop + 1, layer + 1, row.get("mixer"), metric, row["value"]])
+    if found:
+        first = [row for (name, *_), row in sorted(next(iter(found.values())).items()) if name == "rms"]
+        if first:
+            end = RMS_GROWTH * first[0]["value"]
+            drawn[2].series.append({"type": "line", "name": "paper, about 20 times the start", "paper": True,
+                                    "data": [[1, rounded(end)], [len(first), rounded(end)]], "lineStyle": {"type": "dashed"}})  # fmt: skip
+    option = panels(drawn, columns=1) | {"tooltip": {"trigger": "item"}} if found else {"series": []}
+    option["empty"] = None if found else "No run has these readings yet."
+    return Figure(
+        "Unrolled diagnostics",
+        option,
+        ["run", "loop", "layer", "mixer", "reading", "value"],
+        lambda: table,
+        [f"Dashed lines: ends of loops. Paper: Figure 5 (no printed numbers) and its text: the RMS grows to about "
+         f"{RMS_GROWTH:g} times by the end of loop 4, the sink intensifies each loop; the output gate flattens both."],
+        produce="" if found else "lt2 diagnose RUN",
+    )  # fmt: skip
