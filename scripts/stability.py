@@ -4,8 +4,8 @@
 
 Same data order, initial seed and schedule for every mixer: T = 4 loops over 2 layers of width 64, byte-level text of
 Python's own standard library, AdamW, gradients clipped at 1, two learning rates. Writes a figure of the curves and a
-JSON with the counts. A spike is a step whose loss, or gradient norm before clipping, leaves the running median (see
-`spikes`).
+JSON with the counts; with --storage every run also goes to that results store, for the dashboard. A spike is a step
+whose loss, or gradient norm before clipping, leaves the running median (see `spikes`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=list(MIXERS))
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "stability.json")
     parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "images" / "stability.png")
+    parser.add_argument("--storage", help="a results store (folder or s3://…) that gets the runs as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
     text = standard_library()
@@ -59,6 +60,8 @@ def main() -> None:
         for mixer in args.mixers:
             run = train_one(mixer, text, lr=lr, steps=args.steps)
             runs.append(run)
+            if args.storage:
+                store(args.storage, run)
             print(
                 f"lr {lr:<6g} {mixer:<9} loss {run['final_loss']:.3f}  grad norm median {run['median_grad_norm']:.2f} "
                 f"max {run['max_grad_norm']:.1f}  spikes: loss {len(run['loss_spikes'])}, gradient "
@@ -87,9 +90,7 @@ def batches(text: torch.Tensor, steps: int) -> Iterator[Batch]:
 
 def train_one(mixer: str, text: torch.Tensor, *, lr: float, steps: int) -> dict[str, Any]:
     """One run: its loss and gradient-norm curves, and what they say."""
-    layout = {"type": "uniform", "mixer": {"type": mixer, **MIXERS[mixer]}}
-    sizes = {"vocab_size": 256, "dim": 64, "n_layers": 2, "n_loops": 4, "num_heads": 4, "max_seq_len": SEQ_LEN}
-    model = build(ModelConfig.model_validate({**sizes, "layout": layout}), seed=0)
+    model = build(ModelConfig.model_validate(architecture(mixer)), seed=0)
     config = TrainConfig(steps=steps, global_batch_size=BATCH, lr=lr, warmup_steps=max(1, steps // 15), log_every=1)
     schedule = warmup_cosine(lr=lr, steps=steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio)
     optimizer = adamw(model, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
@@ -114,6 +115,25 @@ def train_one(mixer: str, text: torch.Tensor, *, lr: float, steps: int) -> dict[
         "loss": [round(value, 4) for value in curves.loss],
         "grad_norm": [round(value, 4) for value in curves.grad_norm],
     }
+
+
+def architecture(mixer: str) -> dict[str, Any]:
+    layout = {"type": "uniform", "mixer": {"type": mixer, **MIXERS[mixer]}}
+    sizes = {"vocab_size": 256, "dim": 64, "n_layers": 2, "n_loops": 4, "num_heads": 4, "max_seq_len": SEQ_LEN}
+    return {**sizes, "layout": layout}
+
+
+def store(root: str, run: dict[str, Any]) -> None:
+    """One run of a results store with its loss and gradient norm of every step."""
+    from lt2_platform.results import ResultsStore
+    from lt2_platform.storage import Storage
+
+    config = {"model": architecture(run["mixer"]), "train": {"lr": run["lr"], "steps": run["steps"]}}
+    name = f"stability-{run['mixer']}-{run['lr']:g}-{run['steps']}"
+    with ResultsStore(Storage(root)).create_run(name, {"config": config}) as writer:
+        for step, (loss, norm) in enumerate(zip(run["loss"], run["grad_norm"]), start=1):
+            writer.log(step, {"loss": loss, "grad_norm": norm})
+        writer.close(state="failed" if run["diverged"] else "finished")
 
 
 class Curves:

@@ -116,6 +116,6 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
     connection.execute(
         "CREATE TABLE numbers AS SELECT run, metric, value FROM metrics UNION ALL "
         "SELECT run, concat_ws('/', name, task, metric) AS metric, arg_max(value, rowid) FROM evals "
-        "WHERE value IS NOT NULL GROUP BY ALL"  # of an evaluation that was repeated, the last
+        "WHERE value IS NOT NULL AND name <> 'diagnostics' GROUP BY ALL"  # of an evaluation that was repeated, the last
     )
     return connection

@@ -102,7 +102,8 @@ class ResultsStore:
             return
         path = f"runs/{run_id}/evals/{name}-{time.time_ns():020d}-{secrets.token_hex(3)}.parquet"
         with self.storage.writer(path) as file:
-            pq.write_table(pa.Table.from_pylist(rows), file)
+            keys = dict.fromkeys(key for row in rows for key in row)  # pyarrow would take those of the first row only
+            pq.write_table(pa.Table.from_pylist([{key: row.get(key) for key in keys} for row in rows]), file)
         index_files.write_eval_journal(self.storage, run_id, name, rows)
 
     def log_event(self, run_id: str, kind: str, record: Mapping[str, Any]) -> None:
@@ -175,7 +176,7 @@ def _result_rows(index: Index) -> Iterator[tuple[str, int | None, str, float]]:
             if _is_number(value) and metric not in run.last:
                 yield run_id, run.step, f"summary.{metric}", float(value)
     for run_id, name, row in index.evals:
-        if _is_number(row.get("value")):
+        if _is_number(row.get("value")) and "layer" not in row:  # readings inside a model are no results of it
             parts = [name, *(str(row[key]) for key in ("task", "metric") if row.get(key) is not None)]
             yield run_id, row.get("step"), "/".join(parts), float(row["value"])
 

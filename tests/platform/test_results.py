@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
@@ -456,3 +457,11 @@ def test_writer_is_readable_while_it_writes(local):
     assert [len(steps) for steps in seen] == sorted(len(steps) for steps in seen)
     writer.close()
     assert local.curves("r").table.num_rows == 120
+
+
+def test_evaluation_rows_may_have_different_keys(local):
+    local.create_run("r", {"config": {}}).close()
+    local.log_eval("r", "mixed", [{"metric": "a", "value": 1.0}, {"metric": "b", "value": 2.0, "note": "late"}])
+    (path,) = local.storage.list("runs/r/evals")
+    with local.storage.open(f"runs/r/evals/{path}") as file:
+        assert pq.read_table(file).to_pylist()[1] == {"metric": "b", "value": 2.0, "note": "late"}

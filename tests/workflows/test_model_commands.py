@@ -10,9 +10,14 @@ from typer.testing import CliRunner
 
 from lt2.config import ConfigError
 from lt2.layer_bench import crossover
+from lt2_platform.evaluate import diagnostics
+from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
+from lt2_workflows.diagnose_command import data_of
 from lt2_workflows.model_commands import doubling, find_checkpoint
+from tests.platform.evaluate.tiny import model, save
+from tests.platform.train.packed import write_dataset
 
 
 def invoke(*arguments: str):
@@ -53,6 +58,41 @@ def test_bench_mixers_reports_every_mixer_and_length(tmp_path):
     assert by_name["window(window=8)", 640]["cache_bytes"] == 2 * 8 * 32 * 4
     # The inputs and projections of the layer are kept, whatever attention does: memory grows with the length.
     assert by_name["full", 640]["saved_bytes"] > by_name["full", 512]["saved_bytes"] > 0
+
+
+def test_bench_mixers_keeps_its_rows_for_the_dashboard(tmp_path):
+    options = ["--dim", "32", "--heads", "2", "--seq-len", "512", "--device", "cpu", "--mixers", "gdn"]
+    result = invoke("bench", "mixers", *options, "--storage", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    store = ResultsStore(Storage(str(tmp_path)))
+    (run,) = store.runs()
+    assert run.config == {"dim": 32, "num_heads": 2, "batch": 1, "device": "cpu", "dtype": "float32"}
+    rows = [row for _, name, row in store.index().evals if name == "mixers"]
+    assert [(row["task"], row["seq_len"], row["value"] == row["us_per_token"]) for row in rows] == [
+        ("full", 512, True),
+        ("gdn", 512, True),
+    ]
+
+
+def test_diagnose_reads_what_the_run_was_trained_on(tmp_path):
+    data = write_dataset(tmp_path / "steps" / "prepare-1" / "out")
+    save(tmp_path / "steps" / "train-1" / "out", model())
+    storage = Storage(str(tmp_path))
+    storage.write_json("steps/train-1/spec.json", {"needs": {"prepare": "prepare-1"}})
+    assert data_of(storage, "train-1") == data
+    error = invoke("diagnose", "train-1", "--storage", str(tmp_path)).exception
+    assert isinstance(error, ConfigError)  # the documents of this dataset are short
+    assert f"no held-out document of {data} begins with 16 tokens" in str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnostics, "SHORTEST", 4)
+        result = invoke("diagnose", "train-1", "--storage", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "first_token_mass" in result.output
+    assert "/figures/loop_diagnostics?runs=train-1" in result.output
+    rows = [row for _, name, row in ResultsStore(storage).index().evals if name == "diagnostics"]
+    assert {(row["loop"], row["layer"]) for row in rows} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    error = invoke("diagnose", str(tmp_path / "steps/train-1/out"), "--storage", str(tmp_path / "other")).exception
+    assert "give --data" in str(error)
 
 
 def test_bench_mixers_refuses_a_shape_that_cannot_be_built():

@@ -18,6 +18,9 @@ def test_a_small_curriculum_and_what_it_stores(tmp_path):
     assert result["steps"] in (2, 4)
     stored = {row["metric"]: row["value"] for row in ResultsStore(storage).results()}
     assert stored["state_recall/state_recall/n_max"] == result["n_max"]
+    (run,) = ResultsStore(storage).runs()
+    assert run.config["layout"]["mixer"]["type"] == "full"
+    assert run.last["accuracy"][0] == result["steps"]
     assert 0 <= stored["state_recall/state_recall_5/final"] <= 1
 
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows import cluster_commands, evaluate_commands, model_commands, remote_commands, sweep_command
+from lt2_workflows import (
+    cluster_commands,
+    diagnose_command,
+    evaluate_commands,
+    model_commands,
+    remote_commands,
+    sweep_command,
+)
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -235,6 +242,7 @@ app.command("check-mixer")(model_commands.check_mixer)
 app.command()(model_commands.export)
 app.command()(model_commands.checkpoints)
 app.add_typer(model_commands.bench, name="bench")
+app.command()(diagnose_command.diagnose)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,6 +121,9 @@ def bench_mixers(
     batch: Annotated[int, typer.Option(min=1)] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write OUT.json and the plot OUT.png.")] = None,
+    storage: Annotated[
+        str | None, typer.Option("--storage", metavar="ROOT", help="Also keep the rows there, for the dashboard.")
+    ] = None,
 ) -> None:
     """Whole mixer layers at your shape: time, memory, cache, and the length from which each beats full attention."""
     import torch
@@ -150,9 +154,25 @@ def bench_mixers(
         at = crossover(rows, name(fields))
         text = f"faster than full attention from {at:,.0f} tokens" if at else f"not faster up to {lengths[-1]:,} tokens"
         typer.echo(f"{name(fields):<24} {text}")
+    if storage is not None:
+        settings = {"dim": dim, "num_heads": num_heads, "batch": batch, "device": where, "dtype": str(dtype)[6:]}
+        typer.echo(f"stored as {store_bench(storage, settings, rows)}: lt2 dashboard --storage {storage}")
     if out is not None:
         out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
         plot(rows, out.with_suffix(".png"), f"dim {dim}, {num_heads} heads, batch {batch}, {where}")
+
+
+def store_bench(root: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Keep a measurement of layers as a run of its own; returns the run's name."""
+    from lt2_platform.results import ResultsStore
+    from lt2_platform.storage import Storage
+    from lt2_workflows.provenance import provenance
+
+    store, run = ResultsStore(Storage(root)), f"bench-mixers-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    store.create_run(run, {"config": settings, **provenance()}).close()
+    kept = [{"task": row["mixer"], "metric": "us_per_token", "value": row.get("us_per_token"), **row} for row in rows]
+    store.log_eval(run, "mixers", kept)
+    return run
 
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:

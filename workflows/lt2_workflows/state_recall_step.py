@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar, Literal
 
 from lt2_platform.evaluate.config import StateRecallConfig
@@ -29,7 +30,7 @@ def describe_state_recall(config: StateRecallStep, context: StepContext) -> str:
 
 @step_type(StateRecallStep, describe=describe_state_recall)
 def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str, Any]:
-    """Result: {"run", "n_max", "stage", "steps"}; every evaluation's accuracies go to the results store."""
+    """Result: {"run", "n_max", "stage", "steps"}; every evaluation's accuracies go to a run of the results store."""
     from lt2_platform.evaluate.state_recall import run_curriculum
     from lt2_platform.results import ResultsStore
 
@@ -41,5 +42,10 @@ def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str,
     ]
     summary = {"task": "state_recall", "step": found["steps"]}
     rows += [{**summary, "metric": name, "value": found[name]} for name in ("n_max", "stage")]
-    ResultsStore(context.storage).log_eval(context.run_id, "state_recall", rows)
+    store = ResultsStore(context.storage)
+    settings = json.loads(config.inner.model_dump_json())
+    with store.create_run(context.run_id, {"config": settings, "step": context.step.id}) as run:
+        for entry in found["history"]:
+            run.log(entry["step"], {"loss": entry["loss"], "accuracy": entry["all"]})
+    store.log_eval(context.run_id, "state_recall", rows)
     return {"run": context.run_id, **{name: found[name] for name in ("n_max", "stage", "steps")}}

@@ -233,7 +233,8 @@ def run_report(config: ReportStep, context: StepContext) -> dict[str, Any]:
         _row("unigram entropy of the corpus", splits["train"]["unigram_entropy"], "nats/token", "loss without context"),
         _row("training loss", training["loss"], "nats/token", f"after {training['tokens']:,} tokens"),
     ]
-    rows += [_row(_label(row), row["value"], row.get("unit", ""), _note(row)) for row in evaluation["rows"]]
+    results = [row for row in evaluation["rows"] if "layer" not in row]  # readings by layer are for the dashboard
+    rows += [_row(_label(row), row["value"], row.get("unit", ""), _note(row)) for row in results]
     rows.append(_row("parameters", evaluation["parameters"], "", f"applied {evaluation['n_loops']} times"))
     text = f"\n{config.title}, run {training['run']}\n\n{table(rows, ['metric', 'value', 'unit', 'note'])}\n"
     out = f"{context.step.folder}/out"

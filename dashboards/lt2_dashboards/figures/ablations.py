@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import GATES, LEVELS, PATTERNS, RATIOS
+from lt2_dashboards.figures.series import line, points
 from lt2_dashboards.figures.store import Architecture, Evaluated, evaluated
 from lt2_dashboards.queries import Source
 
@@ -35,23 +36,22 @@ def hybrid(
     repeated = {name: found for name, found in means.items() if found is not None and found[2] > 1}
     rows += [[f"mean of {n}", "this store", name, mean, sd] for name, (mean, sd, n) in repeated.items()]
     rows += [["1.3B", "paper", name, value, None] for name, value in theirs]
-    scatter: list[dict[str, Any]] = [
-        {"type": "line", "name": "paper, 1.3B", "paper": True, "showSymbol": True, "symbolSize": 8,
-         "data": [value for _, value in theirs], "lineStyle": {"type": "dashed"}},
-        {"type": "scatter", "name": "this store", "colorIndex": 0, "yAxisIndex": 1, "symbolSize": 11,
-         "data": [{"name": run, "value": [name, rounded(value)]} for run, name, value in known]},
-    ]  # fmt: skip
+    own = [{"name": run, "value": [name, rounded(value)]} for run, name, value in known]
+    grey = {"showSymbol": True, "symbolSize": 8, "lineStyle": {"type": "dashed"}}
+    series = [
+        line("paper, 1.3B", [value for _, value in theirs], **grey),
+        points("this store", own, 0, yAxisIndex=1, symbolSize=11),
+    ]
     if repeated:
-        line = [rounded(found[0]) if (found := means[name]) else None for name in names]
-        scatter.append({"type": "line", "name": "this store, mean", "colorIndex": 0, "yAxisIndex": 1, "data": line,
-                        "connectNulls": True})  # fmt: skip
+        middle = [rounded(found[0]) if (found := means[name]) else None for name in names]
+        series.append(line("this store, mean", middle, 0, yAxisIndex=1, connectNulls=True))
     option = {
         "xAxis": {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else by},
         "yAxis": [
             {"type": "value", "name": f"{AXES[quality]}, paper", "scale": True},
             {"type": "value", "name": f"{AXES[quality]}, this store", "scale": True, "splitLine": {"show": False}},
         ],
-        "series": scatter,
+        "series": series,
         "tooltip": {"trigger": "item"},
         "legend": {"show": True},
     }
@@ -82,18 +82,14 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
     for title, values in GATES.items():
         rows += [["1.3B", "paper", title, gate, pair[column]] for gate, pair in zip(("none", "yes"), values)]
     arrows = [[[title, pair[0][column]], [title, pair[1][column]], [title, None]] for title, pair in GATES.items()]
-    series: list[dict[str, Any]] = [
-        {"type": "line", "name": "paper, gate", "paper": True, "data": [end for arrow in arrows for end in arrow],
-         "silent": True, "lineStyle": {"width": 1, "type": "dotted"}},
-    ]  # fmt: skip
-    for index, (name, symbol, size) in enumerate((("no gate", "emptyCircle", 10), ("gate", "circle", 11))):
-        points = [{"name": title, "value": [title, pair[index][column]]} for title, pair in GATES.items()]
-        series.append({"type": "scatter", "name": f"paper, {name}", "paper": True, "symbol": symbol, "symbolSize": size,
-                       "data": points})  # fmt: skip
+    between = {"silent": True, "lineStyle": {"width": 1, "type": "dotted"}}
+    series = [line("paper, gate", [end for arrow in arrows for end in arrow], **between)]
+    for index, (name, symbol) in enumerate((("no gate", "emptyCircle"), ("gate", "circle"))):
+        data = [{"name": title, "value": [title, pair[index][column]]} for title, pair in GATES.items()]
+        series.append(points(f"paper, {name}", data, symbol=symbol, symbolSize=11))
     for name, on, symbol in (("no gate", False, "emptyDiamond"), ("gate", True, "diamond")):
-        points = [{"name": run, "value": [t, rounded(v)]} for run, t, g, v in ours if bool(g) == on]
-        series.append({"type": "scatter", "name": f"this store, {name}", "colorIndex": 0, "yAxisIndex": 1, "z": 4,
-                       "symbol": symbol, "symbolSize": 13, "data": points})  # fmt: skip
+        data = [{"name": run, "value": [t, rounded(v)]} for run, t, g, v in ours if bool(g) == on]
+        series.append(points(f"this store, {name}", data, 0, yAxisIndex=1, z=4, symbol=symbol, symbolSize=13))
     option = {
         "xAxis": {"type": "category", "data": models},
         "yAxis": [

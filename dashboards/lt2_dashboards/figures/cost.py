@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.panels import Panel, at_length, by_length, panels
+from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels
 from lt2_dashboards.figures.store import architecture, rows_of
 from lt2_dashboards.queries import Source
 
@@ -47,10 +47,13 @@ def cost_vs_length(source: Source, *, runs: list[str] | None = None) -> Figure:
         rows += [[name, origin, length, f, c] for length, f, c in zip(LENGTHS, spent, kept)]
         style = {"lineStyle": {"type": "dashed"}} if name in reference else {}
         for panel, values in ((flops, spent), (cache, kept)):
-            panel.series.append({"type": "line", "name": name, "colorIndex": position, "showSymbol": False, **style,
-                                 "data": [[at_length(length), rounded(v)] for length, v in zip(LENGTHS, values)]})  # fmt: skip
-    notes = ["Dashed: the paper's 1.3B sizes. Projections, FFN and head are left out: they do not depend on the length.",
-             "Paper: Figure 2 draws this for the 1.3B model without printing numbers.", *problems]  # fmt: skip
+            data = [[at_length(length), rounded(value)] for length, value in zip(LENGTHS, values)]
+            panel.series.append(line(name, data, position, showSymbol=False, **style))
+    notes = [
+        "Dashed: the paper's 1.3B sizes. Projections, FFN and head are left out: they do not depend on the length.",
+        "Paper: Figure 2 draws this for the 1.3B model without printing numbers.",
+        *problems,
+    ]
     columns = ["model", "source", "tokens", "FLOPs", "cache (bytes)"]
     return Figure("FLOPs and cache by length", panels([flops, cache], columns=2), columns, lambda: rows, notes)
 
@@ -96,7 +99,8 @@ def _own_models(source: Source, runs: list[str] | None) -> tuple[dict[str, Model
         fields = {key: value for key, value in given.items() if key in ModelConfig.model_fields and value is not None}
         try:
             model = ModelConfig.model_validate({"vocab_size": 1, **fields, "max_seq_len": LENGTHS[-1]})
-            mixing_flops(model, LENGTHS[0]), cache_bytes(model, LENGTHS[0])
+            for measure in (mixing_flops, cache_bytes):  # a mixer may lack what these need
+                measure(model, LENGTHS[0])
         except (ValidationError, ConfigError, TypeError) as error:
             problems.append(f"{run} is left out: {str(error).splitlines()[0][:120]}")
             continue
@@ -124,18 +128,16 @@ def layer_cost(source: Source, *, what: Literal["training", "decoding"] = "train
     for (run, mixer), rows in drawn.items():
         measured = {row["seq_len"]: row for row in rows}
         name = mixer if len(newest) == 1 else f"{mixer}, {run}"
-        style = {"type": "line", "name": name, "colorIndex": mixers.index(mixer), "showSymbol": True, "symbolSize": 5,
-                 "lineStyle": {"type": ("solid", "dashed", "dotted")[newest.index(run)]}}  # fmt: skip
+        dash = {"type": ("solid", "dashed", "dotted")[newest.index(run)]}
         for panel, key in ((left, time), (right, memory)):
-            panel.series.append(
-                style | {"data": [[at_length(n), rounded(row.get(key))] for n, row in sorted(measured.items())]}
-            )
+            data = [[at_length(n), rounded(row.get(key))] for n, row in sorted(measured.items())]
+            panel.series.append(line(name, data, mixers.index(mixer), showSymbol=True, symbolSize=5, lineStyle=dash))
         table += [
             [run, mixer, n, row.get(time), row.get(memory), "yes" if row.get("out_of_memory") else ""]
             for n, row in sorted(measured.items())
         ]
-    option = panels([left, right], columns=2) if drawn else {"series": []}
-    option["empty"] = None if drawn else "No layers have been measured in this store yet."
+    nothing = {"series": [], "empty": "No layers have been measured in this store yet."}
+    option = panels([left, right], columns=2) if drawn else nothing
     columns = ["run", "mixer", "tokens", titles[0], titles[1], "out of memory"]
     notes = ["The newest three measurements of this store; their settings are those of the runs."]
     produce = "" if drawn else "lt2 bench mixers --storage ROOT"

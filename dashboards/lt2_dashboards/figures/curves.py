@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,9 @@ TITLES = {
     "data_wait": "Waiting for data (s per step)",
     "data_wait_fraction": "Waiting for data (fraction of the time)",
     "mfu": "Model FLOPs utilisation",
+    "ce": "Cross entropy (nats per token)",
+    "grad_spikes": "Gradient spikes so far",
+    "peak_memory_gb": "Peak memory (GB)",
 }
 
 
@@ -70,7 +74,9 @@ def curves(
     top = None if full or log or "loss" not in metric else _top(series)
     if top is not None:
         notes.append("The start of training is above the axis; `full` shows it.")
-    title = TITLES.get(metric, metric)
+    title = TITLES.get(metric) or re.sub(
+        r"^rho_norm_(\d+)$", lambda loop: f"Norm of rho, loop {int(loop[1]) + 1}", metric
+    )
     columns = ["run", "step", "hours", "min", "mean", "max"]
     return Figure(title, _option(series, metric, x, log, top), columns, lambda: _table(found), notes)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lt2_dashboards.figures.figure import rounded
+from lt2_dashboards.figures.series import points
 
 MAX_RUNS = 40  # newest first
 Scores = Mapping[str, Sequence[float | None]]  # model -> one value per label
@@ -20,15 +21,14 @@ def dots(labels: Sequence[str], paper: Scores, ours: Scores, *, unit: str) -> di
     rest = {model: values for model, values in paper.items() if model not in _MARKED}
     if rest:
         grey = [point for model, values in rest.items() for point in _points(model, labels, values)]
-        series.append({"type": "scatter", "name": "paper, other models", "paper": True, "symbol": "circle",
-                       "symbolSize": 7, "data": grey, "itemStyle": {"opacity": 0.4}})  # fmt: skip
+        series.append(points("paper, other models", grey, symbol="circle", symbolSize=7, itemStyle={"opacity": 0.4}))
     for model, (symbol, size) in _MARKED.items():
         if model in paper:
-            series.append({"type": "scatter", "name": f"paper, {model}", "paper": True, "symbol": symbol,
-                           "symbolSize": size, "data": _points(model, labels, paper[model])})  # fmt: skip
+            data = _points(model, labels, paper[model])
+            series.append(points(f"paper, {model}", data, symbol=symbol, symbolSize=size))
     for position, (run, values) in enumerate(ours.items()):
-        series.append({"type": "scatter", "name": run, "colorIndex": position, "symbol": "diamond", "symbolSize": 11,
-                       "data": _points(run, labels, values), "z": 4})  # fmt: skip
+        data = _points(run, labels, values)
+        series.append(points(run, data, position, symbol="diamond", symbolSize=11, z=4))
     return {
         "xAxis": {"type": "value", "name": unit, "scale": True},
         "yAxis": {"type": "category", "data": list(labels), "inverse": True, "splitLine": {"show": True}},

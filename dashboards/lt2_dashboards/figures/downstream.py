@@ -34,8 +34,9 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
         notes.append("The paper prints other averages: " + ", ".join(f"{m} {v:.2f}" for m, v in differ.items()) + ".")
     notes += [f"{model}: {say}." for (scale, model), say in CONTRADICTED.items() if scale == size]
     notes += [f"{model}: training diverged in the paper." for model, row in printed.items() if row is None]
-    option = dots(labels, {m: row[1:] for m, row in paper.items()}, {r: row[1:] for r, row in ours.items()},
-                  unit="accuracy (%)")  # fmt: skip
+    option = dots(
+        labels, {m: row[1:] for m, row in paper.items()}, {r: row[1:] for r, row in ours.items()}, unit="accuracy (%)"
+    )
     return Figure(
         f"Zero-shot accuracy (%), {size}",
         option,

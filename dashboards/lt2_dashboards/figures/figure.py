@@ -71,7 +71,7 @@ def draw(function: Callable[..., Figure], source: Source, query: Mapping[str, st
 
 def _parse(figure: str, name: str, kind: Any, text: str) -> Any:
     value: Any = text
-    if typing.get_origin(kind) is list:
+    if list in (typing.get_origin(kind), *map(typing.get_origin, typing.get_args(kind))):  # or list[…] | None
         value = [item for item in text.split(",") if item]
         if len(value) > MAX_LIST:
             raise ConfigError(f"{figure}: {len(value)} values for {name!r}; at most {MAX_LIST}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from lt2_dashboards.figures.ablations import AXES, Quality, value_of
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import DOWNSTREAM, mean_of_tasks
+from lt2_dashboards.figures.series import line, points
 from lt2_dashboards.figures.store import evaluated, rows_of
 from lt2_dashboards.queries import Source
 
@@ -33,17 +34,12 @@ def pareto(source: Source, *, quality: Quality = "average") -> Figure:
     ]
     better = min if quality == "perplexity" else max
     kinds = sorted({kind for _, kind, *_ in ours})
-    series: list[dict[str, Any]] = [
-        {"type": "scatter", "name": "paper", "paper": True, "symbolSize": 8, "data": _points(paper)},
-        _frontier("paper, frontier", paper, better) | {"paper": True},
-    ]
-    series += [
-        {"type": "scatter", "name": kind, "colorIndex": position, "symbol": "diamond", "symbolSize": 12, "z": 4,
-         "data": _points([point for point in ours if point[1] == kind])}
-        for position, kind in enumerate(kinds)
-    ]  # fmt: skip
+    series = [points("paper", _points(paper), symbolSize=8), _frontier("paper, frontier", paper, better, None)]
+    for position, kind in enumerate(kinds):
+        data = _points([point for point in ours if point[1] == kind])
+        series.append(points(kind, data, position, symbol="diamond", symbolSize=12, z=4))
     if len(ours) > 1:
-        series.append(_frontier("this store, frontier", ours, better) | {"colorIndex": len(kinds)})
+        series.append(_frontier("this store, frontier", ours, better, len(kinds)))
     other = "perplexity" if quality == "average" else "average"
     notes = ["Paper: Table 2 at nominal sizes; averages are recomputed from the eight tasks."]
     if quality == "perplexity":
@@ -76,18 +72,18 @@ def _points(found: list[Point]) -> list[dict[str, Any]]:
     ]
 
 
-def _frontier(name: str, found: list[Point], better: Any) -> dict[str, Any]:
+def _frontier(name: str, found: list[Point], better: Any, colour: int | None) -> dict[str, Any]:
     """A step line through the points that no model of at most their size beats."""
-    line: list[list[float | None]] = []
+    steps: list[list[float | None]] = []
     best: float | None = None
     for size in sorted({point[2] for point in found}):
         here = better(value for _, _, s, value in found if s == size)
         if best is None or better(here, best) != best:
             best = here
-            line.append([size, rounded(here)])
-    if line:
-        line.append([max(point[2] for point in found), line[-1][1]])
-    return {"type": "line", "name": name, "step": "end", "data": line, "lineStyle": {"type": "dotted"}, "silent": True}
+            steps.append([size, rounded(here)])
+    if steps:
+        steps.append([max(point[2] for point in found), steps[-1][1]])
+    return line(name, steps, colour, step="end", lineStyle={"type": "dotted"}, silent=True)
 
 
 def depth(
@@ -108,15 +104,13 @@ def depth(
     for position, (run, by_depth) in enumerate(list(found.items())[:20]):
         lines: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         for (n_loops, exits), row in sorted(by_depth.items()):
-            table.append([run, n_loops, "yes" if exits else "no", row.get("mean_loops"), row["flops_per_token"],
-                          row["value"], row.get("stderr")])  # fmt: skip
+            spent = [row.get("mean_loops"), row["flops_per_token"]]
+            table.append([run, n_loops, "yes" if exits else "no", *spent, row["value"], row.get("stderr")])
             name = f"{run}: early exit" if exits else f"{run}: {n_loops} loops"
             lines[exits].append({"name": name, "value": [row["flops_per_token"], rounded(row["value"])]})
-        series.append({"type": "line", "name": run, "colorIndex": position, "showSymbol": True, "symbolSize": 7,
-                       "data": lines[False]})  # fmt: skip
+        series.append(line(run, lines[False], position, showSymbol=True, symbolSize=7))
         if lines[True]:
-            series.append({"type": "scatter", "name": f"{run}, early exit", "colorIndex": position, "symbol": "pin",
-                           "symbolSize": 18, "data": lines[True]})  # fmt: skip
+            series.append(points(f"{run}, early exit", lines[True], position, symbol="pin", symbolSize=18))
     option = {
         "xAxis": {"type": "log", "name": "forward FLOPs per token"},
         "yAxis": {"type": "value", "name": f"{task}, {metric}" if task != metric else metric, "scale": True},

@@ -56,10 +56,12 @@ def ruler(source: Source, *, length: int = 4096, runs: list[str] | None = None) 
         option,
         ["model", "source", *labels, "average"],
         lambda: [[run, "this store", *values, means[run]] for run, values in ours.items()],
-        ["Paper: Figure 7 compares distilled models on these; it prints no numbers, only that they differ most in "
-         "multi-key retrieval, which per-loop supervision helps."],
+        [
+            "Paper: Figure 7 compares distilled models on these; it prints no numbers, only that they differ most in "
+            "multi-key retrieval, which per-loop supervision helps."
+        ],
         produce="" if ours else "lt2 eval RUN --pack PACK --suite ruler",
-    )  # fmt: skip
+    )
 
 
 def _ours(found: list[Evaluated], tasks: list[str], *, everyone: bool) -> dict[str, list[float | None]]:

@@ -15,6 +15,7 @@ from lt2_dashboards.queries import PERPLEXITY, Snapshot
 MAX_RUNS = 1_000  # of one figure, newest first
 NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is the customary number
 # SQL: a number inside an evaluation row's JSON, in which a NaN must not end the query
+_AT_OWN_DEPTH = "e.name NOT IN ('depth', 'diagnostics')"  # SQL: results of a model as it was trained
 _PARAMETERS = "TRY_CAST(regexp_extract(e.row, '\"parameters\": ([0-9]+)', 1) AS BIGINT)"
 LABELS = {
     "full": "Full",
@@ -102,9 +103,9 @@ def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Eva
     picked, bound = ("", []) if wanted is None else ("AND list_contains(?, e.run)", [wanted])
     rows = snapshot.query(
         "WITH newest AS (SELECT e.run, max(created) AS created FROM evals e LEFT JOIN runs USING (run) "
-        f"WHERE e.name <> 'depth' {picked} GROUP BY e.run ORDER BY created DESC NULLS LAST, e.run LIMIT {MAX_RUNS}) "
+        f"WHERE {_AT_OWN_DEPTH} {picked} GROUP BY e.run ORDER BY created DESC NULLS LAST, e.run LIMIT {MAX_RUNS}) "
         f"SELECT e.run, e.task, e.metric, e.value, {PERPLEXITY}, {_PARAMETERS} "
-        "FROM newest JOIN evals e USING (run) WHERE e.name <> 'depth' AND e.value IS NOT NULL "
+        f"FROM newest JOIN evals e USING (run) WHERE {_AT_OWN_DEPTH} AND e.value IS NOT NULL "
         "ORDER BY newest.created DESC NULLS LAST, e.run, e.rowid",
         bound,
     )

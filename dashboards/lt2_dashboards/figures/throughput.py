@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.panels import Panel, at_length, by_length, panels
 from lt2_dashboards.figures.paper import CAPS, DECODE
+from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels, points
 from lt2_dashboards.figures.store import rows_of
 from lt2_dashboards.queries import Source
 
@@ -46,15 +46,35 @@ def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
         for phase in ("prefill", "decode")
     ]
     rows: list[list[Any]] = [
-        [c.run, "this store", c.phase, c.batch, c.context, c.rate, c.low, c.high, c.device,
-         "yes" if c.rate is None else ""]
+        [
+            c.run,
+            "this store",
+            c.phase,
+            c.batch,
+            c.context,
+            c.rate,
+            c.low,
+            c.high,
+            c.device,
+            "yes" if c.rate is None else "",
+        ]
         for c in cells
-    ]  # fmt: skip
+    ]
     h100 = "H100 80 GB"
     rows += [[m, "paper", "decode", b, length, rate, None, None, h100, ""] for m, b, length, rate in DECODE]
     rows += [[m, "paper", "decode", b, length, None, None, None, h100, "beyond"] for (m, b), length in CAPS.items()]
-    columns = ["model", "source", "phase", "batch", "context", "tokens/s", "lower quartile", "upper quartile", "device",
-               "out of memory"]  # fmt: skip
+    columns = [
+        "model",
+        "source",
+        "phase",
+        "batch",
+        "context",
+        "tokens/s",
+        "lower quartile",
+        "upper quartile",
+        "device",
+        "out of memory",
+    ]
     if not any(cell.phase == "prefill" for cell in cells):
         found = [panel for panel in found if panel.title.startswith("decode")]
     option = panels(found, columns=2 if len(found) > len(batches) else 1) | {"tooltip": {"trigger": "item"}}
@@ -106,21 +126,23 @@ def _panel(phase: str, batch: int, names: list[str], cells: list[Cell]) -> Panel
         fits = [cell for cell in mine if cell.rate is not None]
         out = [cell.context for cell in mine if cell.rate is None]
         last = fits[-1] if fits and out and max(out) > fits[-1].context else None
-        data = [
-            {"name": f"{run}, {cell.context:,} tokens", "value": [at_length(cell.context), rounded(cell.rate)],
-             **({"symbol": "emptyRect", "symbolSize": 12, "detail": "longer ones ran out of memory"} if cell is last
-                else {"symbol": "circle"})}
-            for cell in fits
-        ]  # fmt: skip
+        data = [_point(cell, is_last=cell is last) for cell in fits]
         if data:
-            panel.series.append({"type": "line", "name": run, "colorIndex": position, "showSymbol": True,
-                                 "symbolSize": 6, "data": data})  # fmt: skip
+            panel.series.append(line(run, data, position, showSymbol=True, symbolSize=6))
     for model, at, context, rate in DECODE if phase == "decode" else ():
         if at == batch:
-            capped = CAPS.get((model, batch)) == context
-            panel.series.append({
-                "type": "scatter", "name": f"paper, {model}", "paper": True, "symbolSize": 11,
-                "symbol": "emptyRect" if capped else "triangle",
-                "data": [{"name": f"paper, {model}", "value": [at_length(context), rate], "shown": rate}],
-            })  # fmt: skip
+            symbol = "emptyRect" if CAPS.get((model, batch)) == context else "triangle"
+            data = [{"name": f"paper, {model}", "value": [at_length(context), rate], "shown": rate}]
+            panel.series.append(points(f"paper, {model}", data, symbol=symbol, symbolSize=11))
     return panel
+
+
+def _point(cell: Cell, *, is_last: bool) -> dict[str, Any]:
+    """A measured point; the last one before memory ran out is an open square."""
+    mark = {"symbol": "emptyRect", "symbolSize": 12, "detail": "longer ones ran out of memory"}
+    value = [at_length(cell.context), rounded(cell.rate)]
+    return {
+        "name": f"{cell.run}, {cell.context:,} tokens",
+        "value": value,
+        **(mark if is_last else {"symbol": "circle"}),
+    }

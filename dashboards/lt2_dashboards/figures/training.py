@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from lt2.config import ConfigError
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.panels import Panel, panels
 from lt2_dashboards.figures.paper import RMS_GROWTH, STABILITY
+from lt2_dashboards.figures.series import Panel, line, panels
 from lt2_dashboards.figures.store import Architecture, architecture, rows_of
 from lt2_dashboards.queries import Source
 from lt2_platform.results import RunInfo
@@ -37,8 +37,7 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
         curves = {metric: table.filter(pc.field("metric") == metric) for metric in ("loss", "grad_norm")}
         for panel, metric, column in ((loss, "loss", "mean"), (norm, "grad_norm", "max")):
             if curves[metric].num_rows:
-                panel.series.append({"type": "line", "name": kind.title, "colorIndex": position,
-                                     "data": _points(curves[metric], column)})  # fmt: skip
+                panel.series.append(line(kind.title, _points(curves[metric], column), position))
         rows.append([kind.title, "this store", run.run_id, *_summary(run, curves), STABILITY.get(kind.mixers, "")])
     shown = {kind.mixers for _, kind in chosen}
     rows += [
@@ -46,8 +45,18 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
     ]
     option = panels([loss, norm], columns=1)
     option["empty"] = None if chosen else "No looped run has logged losses and gradient norms yet."
-    columns = ["architecture", "source", "run", "lr", "last loss", "median norm", "largest norm", "spikes", "not finite",
-               "the paper at 1.3B (0.6B for RetNet and DeltaNet)"]  # fmt: skip
+    columns = [
+        "architecture",
+        "source",
+        "run",
+        "lr",
+        "last loss",
+        "median norm",
+        "largest norm",
+        "spikes",
+        "not finite",
+        "the paper at 1.3B (0.6B for RetNet and DeltaNet)",
+    ]
     notes = [
         f"Spikes: points of the stored curve whose norm is beyond {SPIKE:g} times the median of the {WINDOW} before. "
         "Paper: Section 4.5, figures without printed numbers."
@@ -118,7 +127,7 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
 
     Compare a run with and without the output gate by `runs`; by default the newest runs that have these readings.
     """
-    condition, bound = "e.task = 'diagnostics' AND e.name <> 'depth'", []
+    condition, bound = "e.name = 'diagnostics'", []
     if runs is not None:
         condition, bound = condition + " AND list_contains(?, e.run)", [runs]
     found: dict[str, dict[tuple[str, int, int], dict[str, Any]]] = {}
@@ -140,31 +149,35 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
         n_layers = 1 + max(layer for _, _, layer in readings)
         n_loops = 1 + max(loop for _, loop, _ in readings)
         for panel, metric in zip(drawn, READINGS):
-            line = {at: row for (name, *at_), row in readings.items() if name == metric for at in [tuple(at_)]}
+            places = {(loop, layer): row for (name, loop, layer), row in readings.items() if name == metric}
             data = [
-                {"name": f"loop {loop + 1}, layer {layer + 1}: {row.get('mixer', '')}",
-                 "value": [1 + loop * n_layers + layer, rounded(row["value"])]}
-                for (loop, layer), row in sorted(line.items())
-            ]  # fmt: skip
+                {
+                    "name": f"loop {loop + 1}, layer {layer + 1}: {row.get('mixer', '')}",
+                    "value": [1 + loop * n_layers + layer, rounded(row["value"])],
+                }
+                for (loop, layer), row in sorted(places.items())
+            ]
             marks = [{"xAxis": loop * n_layers + 0.5} for loop in range(1, n_loops)] if position == 0 else []
-            panel.series.append({"type": "line", "name": run, "colorIndex": position, "showSymbol": True, "symbolSize": 4,
-                                 "data": data, **({"markLine": {"data": marks}} if marks else {})})  # fmt: skip
+            more = {"markLine": {"data": marks}} if marks else {}
+            panel.series.append(line(run, data, position, showSymbol=True, symbolSize=4, **more))
         for (metric, loop, layer), row in sorted(readings.items(), key=lambda item: item[0]):
             table.append([run, loop + 1, layer + 1, row.get("mixer"), metric, row["value"]])
     if found:
         first = [row for (name, *_), row in sorted(next(iter(found.values())).items()) if name == "rms"]
         if first:
             end = RMS_GROWTH * first[0]["value"]
-            drawn[2].series.append({"type": "line", "name": "paper, about 20 times the start", "paper": True,
-                                    "data": [[1, rounded(end)], [len(first), rounded(end)]], "lineStyle": {"type": "dashed"}})  # fmt: skip
-    option = panels(drawn, columns=1) | {"tooltip": {"trigger": "item"}} if found else {"series": []}
-    option["empty"] = None if found else "No run has these readings yet."
+            span = [[1, rounded(end)], [len(first), rounded(end)]]
+            drawn[2].series.append(line("paper, about 20 times the start", span, lineStyle={"type": "dashed"}))
+    nothing = {"series": [], "empty": "No run has these readings yet."}
+    option = panels(drawn, columns=1) | {"tooltip": {"trigger": "item"}} if found else nothing
     return Figure(
         "Unrolled diagnostics",
         option,
         ["run", "loop", "layer", "mixer", "reading", "value"],
         lambda: table,
-        [f"Dashed lines: ends of loops. Paper: Figure 5 (no printed numbers) and its text: the RMS grows to about "
-         f"{RMS_GROWTH:g} times by the end of loop 4, the sink intensifies each loop; the output gate flattens both."],
+        [
+            f"Dashed lines: ends of loops. Paper: Figure 5 (no printed numbers) and its text: the RMS grows to about "
+            f"{RMS_GROWTH:g} times by the end of loop 4, the sink intensifies each loop; the output gate flattens both."
+        ],
         produce="" if found else "lt2 diagnose RUN",
-    )  # fmt: skip
+    )

@@ -82,6 +82,7 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
   const lengths = [].concat(rest.xAxis ?? []).some((given) => given.binary);
   const result = {
     animation: false,
+    backgroundColor: theme.panel, // open symbols are filled with it
     textStyle: { fontFamily: "Inter, system-ui, sans-serif", color: theme.text },
     grid: { left: small ? 6 : 16, right: small ? 12 : 24, top: small ? 10 : 24, bottom: small ? 4 : 34, containLabel: true },
     ...rest,
@@ -127,7 +128,9 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
 function styled(series, theme, small) {
   const { colorIndex, band, paper, ...rest } = series;
   const tint = paper ? theme.paper : colorIndex === undefined ? undefined : colour(theme, colorIndex);
-  const own = tint ? { color: tint, itemStyle: { color: tint, ...rest.itemStyle } } : {};
+  const own = tint ? { color: tint } : {};
+  Object.assign(rest, hollow(rest, tint, theme));
+  if (Array.isArray(rest.data)) rest.data = rest.data.map((item) => (item?.symbol ? { ...item, ...hollow(item, tint, theme) } : item));
   if (rest.markLine) rest.markLine = { silent: true, symbol: "none", animation: false, label: { show: false }, lineStyle: { color: theme.axis, type: "dashed", width: 1 }, ...rest.markLine };
   if (rest.type === "heatmap") {
     const label = { ...rest.label, color: theme.text, fontSize: small ? 10 : 13, fontWeight: 600, formatter: ({ value }) => compact(value[2]) };
@@ -138,13 +141,19 @@ function styled(series, theme, small) {
     const line = { width: band ? 0 : small ? 1.4 : 1.7, ...(tint ? { color: tint } : {}), ...rest.lineStyle };
     const area = rest.areaStyle ? { areaStyle: { ...(tint ? { color: tint } : {}), ...rest.areaStyle } } : {};
     return {
-      showSymbol: false, symbolSize: 5, sampling: undefined, ...rest, ...own, ...area, lineStyle: line,
+      showSymbol: false, symbol: "circle", symbolSize: 5, sampling: undefined, ...rest, ...own, ...area, lineStyle: line,
       ...(band ? { silent: true, symbol: "none", tooltip: { show: false }, z: 1 } : { z: 3 }),
       emphasis: { disabled: true },
     };
   }
   const label = rest.label ? { label: { color: theme.text, ...rest.label } } : {};
   return { ...rest, ...own, ...label };
+}
+
+// Open symbols: what ECharts calls empty is filled with white, whatever the background.
+function hollow({ symbol, itemStyle }, tint, theme) {
+  if (!symbol?.startsWith?.("empty")) return {};
+  return { symbol: symbol.slice(5).toLowerCase(), itemStyle: { ...itemStyle, color: theme.panel, borderColor: tint, borderWidth: 2 } };
 }
 
 // Built from nodes, never from markup: names of runs are text from other people.

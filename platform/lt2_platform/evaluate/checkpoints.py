@@ -15,14 +15,14 @@ from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
-from lt2_platform.evaluate.tasks import TaskContext, depth_table, run_tasks
+from lt2_platform.evaluate.tasks import TaskContext, run_tasks
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoint import load_model, read_info, resolve
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Rows of `run_tasks`, and of which checkpoint they are."""
+    """Rows of `run_tasks`, and of which checkpoint they are; `parameters` are the model's unique ones."""
 
     rows: list[dict[str, Any]]
     step: int
@@ -32,12 +32,16 @@ class Evaluated:
     def evaluations(self) -> dict[str, list[dict[str, Any]]]:
         """The rows as the results store takes them, by the name of the evaluation.
 
-        Those at the depth the model was trained for are "validation", a table over depths is "depth" as well.
+        Those at the depth the model was trained for are "validation", readings by (loop, layer) "diagnostics"; a table
+        over depths is "depth" as well.
         """
-        rows = [row | {"step": self.step} for row in depth_table(self.rows)]
+        rows = [row | {"step": self.step, "parameters": self.parameters} for row in self.rows]
         halts = any(row["early_exit"] for row in rows)
         trained = [row for row in rows if (row["n_loops"], row["early_exit"]) == (self.n_loops, halts)]
-        return {"validation": trained} | ({"depth": rows} if len(trained) < len(rows) else {})
+        found = {"validation": [row for row in trained if "layer" not in row]}
+        found["diagnostics"] = [row for row in trained if "layer" in row]
+        found["depth"] = [row for row in rows if "layer" not in row] if len(trained) < len(rows) else []
+        return {name: rows for name, rows in found.items() if rows or name == "validation"}
 
 
 def evaluate_checkpoint(
@@ -98,15 +102,16 @@ def evaluate_anything(
         return evaluate_checkpoint(place, tasks, data=None, out=out, loops=loops, actors=actors, progress=progress)
     if loops:
         raise ConfigError(f"{place} is not a looped model of ours; it has no other depths than its own")
-    rows = []
+    rows, size = [], 0
     for task in tasks:
         source = replace(source, max_length=task.max_length)
         scorer = load(source).scorer
+        size = sum(weight.numel() for weight in scorer.model.parameters())
         found = evaluate(
             task, source, out=f"{out}/{task.type}/loops-1", scorer=scorer, actors=actors, progress=progress
         )
         rows += [{"n_loops": 1, "early_exit": False} | row for row in found]
-    result = Evaluated(rows, 0, 1, 0)
+    result = Evaluated(rows, 0, 1, size)
     write_record(out, result, place, tasks)
     return result
 

@@ -49,6 +49,15 @@ class ThroughputConfig(TaskConfig):
     repeats: int = Field(default=5, ge=1)
 
 
+class DiagnosticsConfig(TaskConfig):
+    """Sink mass, largest activation and RMS at every (loop, layer), over the beginnings of held-out documents."""
+
+    module: ClassVar[str] = "lt2_platform.evaluate.diagnostics:diagnostics_rows"
+    type: Literal["diagnostics"] = "diagnostics"
+    documents: int = Field(default=16, ge=1)
+    length: int = Field(default=512, ge=16)
+
+
 class HarnessConfig(TaskConfig):
     """lm-eval tasks on data from an evaluation pack: a suite of the paper, or tasks by name.
 

@@ -32,9 +32,10 @@ def throughput_rows(config: ThroughputConfig, model: LoopedLM, context: TaskCont
     found = measure(model, config)
     Storage(context.out).write_json("throughput.json", found)
     where = f"batch {config.batch_size}, context {config.context:,}, {found['dtype']}"
+    place = {key: found[key] for key in ("batch_size", "context", "device", "dtype", "cache_bytes")}
     return [
         {"metric": name, "value": found[name]["median"], "n": config.repeats, "unit": "tokens/s", "note": where}
-        | {"q1": found[name]["q1"], "q3": found[name]["q3"]}
+        | {"q1": found[name]["q1"], "q3": found[name]["q3"], **place}
         for name in ("prefill_tokens_per_s", "decode_tokens_per_s")
     ]
 

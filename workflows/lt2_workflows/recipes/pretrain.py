@@ -9,7 +9,7 @@ the peak, seeds 777 (trainer) and 42 (weights).
 from __future__ import annotations
 
 from lt2.train_config import TrainConfig
-from lt2_platform.evaluate.config import PerplexityConfig, ThroughputConfig
+from lt2_platform.evaluate.config import DiagnosticsConfig, PerplexityConfig, ThroughputConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
 from lt2_workflows.recipes.models import ROWS, Scale, paper_model
@@ -68,7 +68,7 @@ def pretrain(row: str, scale: Scale, *, lr: float, warmup_steps: int):
             "evaluate": EvaluateStep(
                 checkpoint=training,
                 data=data,
-                tasks=(PerplexityConfig(batch_size=4), ThroughputConfig(context=SEQ_LEN)),
+                tasks=(PerplexityConfig(batch_size=4), ThroughputConfig(context=SEQ_LEN), DiagnosticsConfig()),
             ),
             "report": ReportStep(
                 title=f"{ROWS[row].title}, {scale.upper()}",

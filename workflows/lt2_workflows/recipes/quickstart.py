@@ -5,7 +5,7 @@ from __future__ import annotations
 from lt2.config import HybridLayout
 from lt2.mixer_configs import FullConfig, GatedDeltaNetConfig
 from lt2.train_config import TrainConfig
-from lt2_platform.evaluate.config import PerplexityConfig, ThroughputConfig
+from lt2_platform.evaluate.config import DiagnosticsConfig, PerplexityConfig, ThroughputConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
 from lt2_workflows.steps import (
@@ -47,6 +47,7 @@ def quickstart() -> Workflow:
                 tasks=(
                     PerplexityConfig(max_sequences=128),
                     ThroughputConfig(context=256, decode_steps=32, warmups=1, repeats=3),
+                    DiagnosticsConfig(),
                 ),
             ),
             "report": ReportStep(

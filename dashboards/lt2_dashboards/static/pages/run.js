@@ -73,12 +73,20 @@ export function runPage(main, run) {
     return h("section", { class: "panel" }, h("h2", {}, name, input), list);
   }
 
+  // Readings at every (loop, layer) are a figure, not results.
   function evaluations() {
+    const results = body.evals.filter((row) => row.layer === undefined);
+    const links = [
+      results.length < body.evals.length ? ["loop_diagnostics", "Unrolled diagnostics"] : null,
+      results.some((row) => row.metric?.endsWith("_tokens_per_s")) ? ["throughput", "Throughput"] : null,
+      results.some((row) => row.name === "depth") ? ["depth", "Depth"] : null,
+    ].filter(Boolean);
     if (!body.evals.length) return null;
-    const extra = [...new Set(body.evals.flatMap((row) => Object.keys(row)))].filter((key) => !["name", "task", "metric", "value"].includes(key));
+    const extra = [...new Set(results.flatMap((row) => Object.keys(row)))].filter((key) => !["name", "task", "metric", "value"].includes(key) && results.some((row) => row[key] !== null && row[key] !== "" && row[key] !== undefined));
     const columns = ["name", "task", "metric", "value", ...extra];
-    const rows = body.evals.map((row) => columns.map((column) => row[column] ?? null));
-    return h("section", { class: "panel wide" }, h("h2", {}, "Evaluations"), h("div", { class: "table-wrap", tabindex: "0" }, numbers({ columns, rows })));
+    const rows = results.map((row) => columns.map((column) => (/sha256$/.test(column) ? row[column]?.slice(0, 8) : row[column]) ?? null));
+    return h("section", { class: "panel wide" }, h("h2", {}, "Evaluations", h("span", { class: "links" }, links.map(([name, text]) => h("a", { href: `/figures/${name}?runs=${run}` }, text)))),
+      results.length ? h("div", { class: "table-wrap", tabindex: "0" }, numbers({ columns, rows })) : null);
   }
 
   return { update: drawTiles, destroy() { stop(); for (const tile of tiles.values()) tile.destroy(); } };

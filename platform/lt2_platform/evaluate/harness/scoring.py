@@ -44,6 +44,7 @@ class Scored:
 class Scorer(Protocol):
     """A model that can be asked. `max_length` is how many tokens it can read at once."""
 
+    model: Any
     max_length: int
 
     def loglikelihoods(self, pairs: Sequence[Pair]) -> Scored:

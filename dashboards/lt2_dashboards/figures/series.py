@@ -1,4 +1,4 @@
-"""Charts of several panels: each has axes of its own, and the page's theme places them."""
+"""Parts of charts: series, and charts of several panels, which the page's theme places."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+
+def line(name: str, data: list[Any], colour: int | None = None, **more: Any) -> dict[str, Any]:
+    """A line in the theme's colour of that number; without one it is the paper's, in grey."""
+    return {"type": "line", "name": name, "data": data, **_tint(colour), **more}
+
+
+def points(name: str, data: list[Any], colour: int | None = None, **more: Any) -> dict[str, Any]:
+    """Single points, likewise."""
+    return {"type": "scatter", "name": name, "data": data, **_tint(colour), **more}
+
+
+def _tint(colour: int | None) -> dict[str, Any]:
+    return {"paper": True} if colour is None else {"colorIndex": colour}
 
 
 @dataclass

@@ -1,0 +1,222 @@
+"""The paper's figures over a store with what each producer writes, and over an empty one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from lt2.accounting import cache_bytes as exact_cache_bytes
+from lt2.config import ConfigError, ModelConfig
+from lt2_dashboards.figures import FIGURES, Figure, draw
+from lt2_dashboards.figures import paper as reference
+from lt2_dashboards.figures.cost import PAPER_LAYOUTS, cache_bytes, mixing_flops
+from lt2_dashboards.figures.store import architecture
+from lt2_dashboards.queries import Source
+from lt2_platform.evaluate.paper import DOWNSTREAM
+from tests.lt2.mixers.samples import config as sample_mixer
+from tests.lt2.mixers.samples import shipped_types
+
+from .paper_store import fill_paper, hybrid, uniform
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Source:
+    root = tmp_path_factory.mktemp("paper")
+    fill_paper(root)
+    return Source(str(root))
+
+
+def figure(source: Source, name: str, **query: str) -> Figure:
+    return draw(FIGURES[name], source, query)
+
+
+def ours(found: Figure) -> list[list]:
+    at = found.columns.index("source")
+    return [row for row in found.rows if row[at] != "paper"]
+
+
+def series(found: Figure, name: str) -> list[dict]:
+    return [each for each in found.option["series"] if each["name"] == name]
+
+
+NEEDS_PARAMETERS = {"curves"}
+PRODUCED_ELSEWHERE = {"cost_vs_length", "sweep"}  # drawn from settings and from any runs
+
+
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - NEEDS_PARAMETERS))
+def test_an_empty_store_says_which_command_makes_the_data(name, tmp_path):
+    found = figure(Source(str(tmp_path / "none")), name)
+    if name not in PRODUCED_ELSEWHERE:
+        assert "lt2 " in found.produce or "scripts/" in found.produce
+    assert found.rows or found.option["empty"]
+    json.dumps(found.option, allow_nan=False)
+
+
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - NEEDS_PARAMETERS))
+def test_with_data_every_figure_draws_it(name, source):
+    found = figure(source, name)
+    assert found.produce == ""
+    assert not found.option.get("empty")
+    assert all(len(row) == len(found.columns) for row in found.rows)
+    assert any("paper" not in each for each in found.option["series"])
+    json.dumps(found.option, allow_nan=False)
+
+
+def test_pareto_keeps_what_no_smaller_model_beats(source):
+    found = figure(source, "pareto")
+    # The newest first, a model from elsewhere last; hybrid-b has no accuracies.
+    assert [row[0] for row in ours(found)] == ["plain", "wide", "gated", "hybrid-a", "teacher"]
+    (frontier,) = series(found, "this store, frontier")
+    assert frontier["data"] == [[500.0, 31.0], [1000.0, 51.0], [2000.0, 61.0], [4000.0, 61.0]]
+    best = figure(source, "pareto", quality="perplexity")
+    (frontier,) = series(best, "this store, frontier")
+    assert frontier["data"] == [[500.0, 13.0], [1000.0, 9.0], [2000.0, 8.0], [4000.0, 8.0]]
+    paper = {row[0]: row for row in best.rows if row[1] == "paper" and row[3] == 1.3e9}
+    assert paper["Looped Hybrid (Full+GDN)"][4] == 9.12
+
+
+def test_downstream_averages_are_recomputed(source):
+    found = figure(source, "downstream", size="0.6B")
+    rows = {row[0]: row for row in found.rows}
+    printed = DOWNSTREAM["0.6B"]["Transformer"]
+    assert rows["Transformer"][-1] == pytest.approx(math.fsum(printed[1:9]) / 8)
+    assert any("prints other averages" in note and "Transformer 51.34" in note for note in found.notes)
+    assert rows["hybrid-a"][5] == pytest.approx(58.0)  # acc_norm of HellaSwag
+    assert rows["Looped RetNet"][2:] == [None] * 10
+
+
+def test_depth_follows_the_compute(source):
+    found = figure(source, "depth")
+    assert [row[:2] + row[4:6] for row in found.rows] == [
+        ["hybrid-a", 1, 1e6, 11.0],
+        ["hybrid-a", 2, 2e6, 10.0],
+        ["hybrid-a", 4, 4e6, 8.0],
+    ]
+
+
+def test_hybrids_by_ratio_with_repeats_and_by_level(source):
+    rows = ours(figure(source, "hybrid"))
+    assert ["wide", "this store", "1:1", 12.0, None] in rows
+    assert ["plain", "this store", "1:0", 13.0, None] in rows
+    assert ["mean of 3", "this store", "1:4", 10.0, pytest.approx(1.0)] in rows
+    level = figure(source, "hybrid", by="level")
+    assert ["narrowing", "this store", "coarse to fine", 10.5, None] in ours(level)
+    assert ["1.3B", "paper", "fine to coarse", 9.42, None] in level.rows
+    assert ["wide", "this store", "1:1", pytest.approx(41.0), None] in figure(source, "hybrid", quality="average").rows
+
+
+def test_the_gate_is_shown_where_both_sides_were_trained(source):
+    found = figure(source, "output_gate")
+    gates = {row[0]: row[3] for row in ours(found)}
+    assert gates == {"gated": "elementwise", "hybrid-a": "none", "hybrid-b": "none", "wide": "none"}
+    assert ["1.3B", "paper", "Looped Hybrid (GDN+DSA)", "yes", 9.53] in found.rows
+
+
+def test_throughput_marks_the_last_length_that_fitted(source):
+    found = figure(source, "throughput")
+    assert found.option["panels"]["titles"] == [
+        f"{phase}, batch {batch} (tokens/s)" for batch in (1, 8) for phase in ("prefill", "decode")
+    ]
+    at_one, at_eight = (
+        next(each for each in found.option["series"] if each["name"] == "plain" and each["xAxisIndex"] == panel)
+        for panel in (1, 3)
+    )
+    assert [point["value"] for point in at_one["data"]] == [[10.0, 50.0], [11.0, 40.0]]  # 2^10, 2^11 tokens
+    assert {point["symbol"] for point in at_one["data"]} == {"circle"}
+    assert [point["symbol"] for point in at_eight["data"]] == ["emptyRect"]
+    assert ["plain", "this store", "decode", 8, 2048, None, None, None, "cpu", "yes"] in found.rows
+    assert ["Looped Hybrid (GDN+DSA)", "paper", "decode", 8, 8192, 125.0] in [row[:6] for row in found.rows]
+
+
+@pytest.mark.parametrize("kind", shipped_types())
+def test_cache_bytes_are_the_librarys(kind):
+    sizes = {"vocab_size": 8, "dim": 64, "num_heads": 4, "n_layers": 2, "n_loops": 3, "max_seq_len": 4096}
+    model = ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": sample_mixer(kind)}})
+    assert cache_bytes(model, 100) == exact_cache_bytes(model, 100)
+    assert mixing_flops(model, 100) > 0
+
+
+def test_cost_by_length_is_linear_where_it_should_be(source):
+    found = figure(source, "cost_vs_length", runs="plain")
+    table = {(row[0], row[2]): row[3:] for row in found.rows}
+    assert table["Looped GDN", 2**20][1] == table["Looped GDN", 2**10][1]
+    assert table["Looped GDN", 2**20][0] == pytest.approx(2**10 * table["Looped GDN", 2**10][0])
+    assert table["Looped Transformer", 2**20][1] == 4 * 20 * 2 * 2048 * 2 * 2**20  # loops, layers, K and V, width, bf16
+    assert table["Transformer", 2**12][1] * 4 == table["Looped Transformer", 2**12][1]
+    assert ("plain", 2**10) in table
+    assert set(PAPER_LAYOUTS) < {row[0] for row in found.rows}
+    with pytest.raises(ConfigError, match="no run 'gone'"):
+        figure(source, "cost_vs_length", runs="gone")
+
+
+def test_layers_from_the_bench(source):
+    found = figure(source, "layer_cost", what="decoding")
+    assert found.rows[0] == ["bench-mixers-1", "full", 512, 2.0, 50, ""]
+    assert series(found, "gdn")[0]["data"] == [[9.0, 2.0], [10.0, 2.0]]
+
+
+def test_stability_counts_spikes_beside_the_papers_words(source):
+    rows = {row[0]: row for row in figure(source, "stability").rows}
+    assert rows["Looped RetNet"][1:] == ["this store", "retnet", 1e-3, pytest.approx(3.0125), 1.0, 9.0, 1, 0,
+                                         reference.STABILITY["retnet",]]  # fmt: skip
+    assert rows["Looped DeltaNet"][1:3] == ["paper", None]
+    assert [row[2] for row in figure(source, "stability", runs="plain,retnet").rows[:2]] == ["plain", "retnet"]
+
+
+def test_the_sawtooth_runs_through_the_loops(source):
+    found = figure(source, "loop_diagnostics")
+    line = next(each for each in found.option["series"] if each["name"] == "plain" and each["xAxisIndex"] == 2)
+    assert [point["value"] for point in line["data"]] == [[n, float(n)] for n in range(1, 21)]
+    assert [mark["xAxis"] for mark in line["markLine"]["data"]] == [5.5, 10.5, 15.5]
+    assert series(found, "paper, about 20 times the start")[0]["data"] == [[1, 20.0], [20, 20.0]]
+    assert found.rows[0] == ["plain", 1, 1, "full", "first_token_mass", 1.0]
+
+
+def test_state_recall_by_architecture_and_loops(source):
+    found = figure(source, "state_recall")
+    assert ours(found) == [["NSA", "this store", 2, 2, 16, "recall-2"]]
+    assert ["Hybrid (GDN+Window)", "paper", 8, 5, 128, None] in found.rows
+    assert ["Transformer", "paper", "best", 4, 64, None] in found.rows
+
+
+def test_recall_and_ruler(source):
+    found = figure(source, "long_context")
+    (row,) = ours(found)
+    assert row[:3] == ["hybrid-a", "this store", 50.0]
+    assert dict(zip(found.columns, row))["NIAH-1 1k"] == 100.0
+    assert len(reference.LONG_CONTEXT_TASKS) == 15
+    assert all(len(values) == 15 for values in reference.LONG_CONTEXT.values())
+    ruler = figure(source, "ruler")
+    assert ruler.columns[2:] == ["multikey 1", "vt", "average"]
+    assert ruler.rows == [["hybrid-a", "this store", 75.0, 25.0, 50.0]]
+    assert "There are results at 1024, 4096 tokens" in figure(source, "ruler", length="8192").option["empty"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_loops", "title"),
+    [
+        (uniform("full"), 1, "Transformer"),
+        (uniform("full"), 4, "Looped Transformer"),
+        (hybrid(), 4, "Looped Hybrid (Full+GDN)"),
+        (hybrid("dsa"), 4, "Looped Hybrid (GDN+DSA)"),
+        (hybrid("window"), 1, "Hybrid (GDN+Window)"),
+        (
+            {"type": "random", "attention": {"type": "full"}, "mixer": {"type": "gdn"}},
+            4,
+            "Looped Random hybrid (Full+GDN)",
+        ),
+        (uniform("somebodys"), 2, "Looped somebodys"),
+    ],
+)
+def test_architectures_have_the_papers_names(layout, n_loops, title):
+    found = architecture({"model": {"layout": layout, "n_loops": n_loops}})
+    assert found is not None
+    assert found.title == title
+    assert architecture({"layout": layout, "n_loops": n_loops}) == found  # configs without a "model"
+
+
+@pytest.mark.parametrize("config", [{}, {"layout": 3}, {"model": {"layout": {"type": "uniform"}}}, {"model": None}])
+def test_configs_without_a_layout_have_no_architecture(config):
+    assert architecture(config) is None

@@ -1,0 +1,72 @@
+"""The diagnostics task: readings of held-out documents from their beginnings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lt2.config import ConfigError
+from lt2.diagnostics import unrolled
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.evaluate import diagnostics
+from lt2_platform.evaluate.checkpoints import Evaluated
+from lt2_platform.evaluate.config import DiagnosticsConfig
+from lt2_platform.evaluate.diagnostics import beginnings, diagnostics_rows
+from lt2_platform.evaluate.tasks import TaskContext, run_tasks
+from tests.platform.evaluate.tiny import model
+from tests.platform.train.packed import write_dataset
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch) -> PackedDataset:
+    monkeypatch.setattr(diagnostics, "SHORTEST", 6)  # rows of this dataset: 5 tokens of one document, 8 of the next
+    return PackedDataset(write_dataset(tmp_path / "data"), "validation")
+
+
+def context(dataset) -> TaskContext:
+    return TaskContext("memory", ByteTokenizer(), dataset, "unused", lambda values: None)
+
+
+def test_documents_are_read_from_their_beginning(dataset):
+    spans = list(beginnings(dataset, bos_id=None, count=3, length=7))
+    rows = dataset.batch([0, 1, 2])["tokens"]
+    assert [span.tolist() for span in spans] == [row[5:12].tolist() for row in rows]  # never the row's document 0
+    first = int(rows[1, 0])
+    assert first != int(rows[0, 0])
+    again = list(beginnings(dataset, bos_id=first, count=9, length=99))
+    assert len(again) == 4  # document 0 of row 1 begins with BOS, but is too short
+
+
+def test_readings_are_those_of_the_library(dataset):
+    net = model()
+    rows = diagnostics_rows(DiagnosticsConfig(documents=2), net, context(dataset))
+    spans = list(beginnings(dataset, bos_id=ByteTokenizer().bos_id, count=2, length=512))
+    alone = [unrolled(net, torch.from_numpy(span)[None]) for span in spans]
+    found = {(row["metric"], row["loop"], row["layer"]): row for row in rows}
+    assert len(found) == len(rows) == 2 * 2 * 2 + 2  # max_abs and rms everywhere, mass at one layer of two, both loops
+    for place, (one, two) in enumerate(zip(*alone)):
+        at = divmod(place, 2)
+        assert found["max_abs", *at]["value"] == max(one.max_abs, two.max_abs)
+        assert found["rms", *at]["value"] == pytest.approx((one.rms + two.rms) / 2)
+        assert found["rms", *at]["mixer"] == one.mixer
+        if one.first_token_mass is not None and two.first_token_mass is not None:
+            expected = (one.first_token_mass + two.first_token_mass) / 2
+            assert found["first_token_mass", *at]["value"] == pytest.approx(expected)
+
+
+def test_readings_are_an_evaluation_of_their_own(dataset):
+    rows = run_tasks([DiagnosticsConfig(documents=1)], model(), context(dataset))
+    score = {"task": "own", "metric": "m", "value": 1.0, "n_loops": 2, "early_exit": False, "unit": "points"}
+    stored = Evaluated([*rows, score], 3, 2, 99).evaluations()
+    assert stored["validation"] == [score | {"step": 3, "parameters": 99}]
+    assert len(stored["diagnostics"]) == len(rows)
+    assert set(stored) == {"validation", "diagnostics"}
+
+
+def test_what_cannot_be_read_is_named(dataset, monkeypatch):
+    with pytest.raises(ConfigError, match="give the evaluation its data"):
+        diagnostics_rows(DiagnosticsConfig(), model(), context(None))
+    monkeypatch.setattr(diagnostics, "SHORTEST", 16)
+    with pytest.raises(ConfigError, match=r"no held-out document of .* begins with 16 tokens"):
+        diagnostics_rows(DiagnosticsConfig(), model(), context(dataset))

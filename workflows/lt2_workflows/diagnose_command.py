@@ -1,0 +1,65 @@
+"""`lt2 diagnose`: what happens inside a trained model from loop to loop."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lt2_workflows.evaluate_commands import JsonOption, StorageOption, config_error, located
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+
+READINGS = ("first_token_mass", "max_abs", "rms")
+
+
+def diagnose(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
+    data: Annotated[
+        str | None, typer.Option(metavar="DATASET", help="A prepared dataset. [default: what the run trained on]")
+    ] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Held-out documents to read.")] = 16,
+    length: Annotated[int, typer.Option(min=16, help="Tokens of each, from its beginning.")] = 512,
+    storage: StorageOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Attention sink, largest activation and RMS at every (loop, layer) of a trained model."""
+    from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
+    from lt2_platform.evaluate.config import DiagnosticsConfig
+    from lt2_platform.results import ResultsStore
+    from lt2_platform.storage import Storage
+    from lt2_workflows.console import table
+
+    root = Storage(storage)
+    place, run = located(root, checkpoint)
+    found = evaluate_checkpoint(
+        place,
+        [DiagnosticsConfig(documents=documents, length=length)],
+        data=data or data_of(root, run),
+        out=root.join("evals", run, "diagnostics"),
+    )
+    rows = found.evaluations()["diagnostics"]
+    ResultsStore(root).log_eval(run, "diagnostics", rows)
+    if json_:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    lines: dict[tuple[int, int], dict[str, object]] = {}
+    for row in rows:
+        line = lines.setdefault((row["loop"], row["layer"]), {"loop": row["loop"] + 1, "layer": row["layer"] + 1})
+        line |= {"mixer": row["mixer"], row["metric"]: row["value"]}
+    typer.echo(table(list(lines.values()), ["loop", "layer", "mixer", *READINGS]))
+    typer.echo(f"stored as {run}: lt2 dashboard --storage {root.root}, then /figures/loop_diagnostics?runs={run}")
+
+
+def data_of(root: Storage, run: str) -> str:
+    """The dataset that a run of this storage was trained on. Raises ConfigError where that is not recorded."""
+    spec = root.read_json(f"steps/{run}/spec.json") if root.exists(f"steps/{run}/spec.json") else {}
+    for step in (spec.get("needs") or {}).values():
+        if root.exists(f"steps/{step}/out/manifest.json"):
+            return root.join("steps", step, "out")
+    named = (spec.get("config") or {}).get("data")
+    if isinstance(named, str):
+        return named
+    raise config_error(f"what {run} was trained on is not recorded under {root.root}; give --data, a prepared dataset")
