@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lt2_platform.evaluate.ablations import paper_table
 from lt2_platform.evaluate.paper import CONTRADICTED, DOWNSTREAM, TASK_LABELS, TASKS, average
 
 __all__ = [
@@ -23,28 +24,23 @@ __all__ = [
     "mean_of_tasks",
 ]
 
+
+def _ablation(name: str) -> tuple[tuple[str, float, float], ...]:
+    return tuple((label, *numbers) for (_, label), numbers in paper_table(name).rows.items())
+
+
 # Table 3: 1.3B, T = 4, 100B tokens: (attention:GDN, pattern or level, perplexity, average).
-RATIOS = (
-    ("1:0", 9.87, 59.27),
-    ("1:1", 9.41, 60.92),
-    ("1:4", 9.31, 61.39),
-    ("1:6", 9.36, 61.07),
-    ("1:12", 9.74, 59.51),
-    ("0:1", 10.02, 58.42),
-)
-PATTERNS = (("bookend", 9.27, 61.52), ("interleave", 9.31, 61.39), ("front", 9.45, 60.61), ("back", 9.53, 60.43))
-LEVELS = (
-    ("random + vote", 9.26, 61.55),
-    ("depth", 9.31, 61.39),
-    ("coarse to fine", 9.36, 60.71),
-    ("fine to coarse", 9.42, 61.10),
-)
+RATIOS, PATTERNS, LEVELS = _ablation("ratio"), _ablation("pattern"), _ablation("level")
 
 # Table 4: model -> (perplexity, average) without and with the gate after the attention.
+_GATED = paper_table("gate").rows
 GATES = {
-    "Looped Transformer": ((9.87, 59.27), (9.39, 60.70)),
-    "Looped Hybrid (Full+GDN)": ((9.31, 61.39), (9.03, 62.33)),
-    "Looped Hybrid (GDN+DSA)": ((9.72, 59.23), (9.53, 59.96)),
+    title: (_GATED[group, "no gate"], _GATED[group, "gate"])
+    for title, group in (
+        ("Looped Transformer", "Looped Transformer"),
+        ("Looped Hybrid (Full+GDN)", "Full+GDN"),
+        ("Looped Hybrid (GDN+DSA)", "GDN+DSA"),
+    )
 }
 
 # Section 4.2 and the introduction, one H100: (model, batch, context, decoded tokens/s).
