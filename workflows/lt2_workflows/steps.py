@@ -123,7 +123,7 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled), "
         f"{config.train.steps:,} steps, {amount(tokens)} tokens, "
         f"{amount(tokens * cost['training_flops_per_token'])} FLOPs, "
-        f"cache {amount(cost['cache_bytes_per_sequence'])}B per sequence of {seq_len:,}"
+        f"cache {cost['cache_bytes_per_sequence'] / 1e9:.3g} GB per sequence of {seq_len:,}"
     )
 
 
