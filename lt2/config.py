@@ -117,7 +117,21 @@ class RandomLayout(Config):
     seed: int = 0
 
 
-Layout = Annotated[UniformLayout | HybridLayout | LoopLayout | RandomLayout, Field(discriminator="type")]
+class KeptLayout(Config):
+    """Attention in the layers of `kept`, the mixer in all others: what distillation ends with (paper, Sec. Distilling).
+
+    With `both`, every layer holds the weights of both, so that a teacher and its students of any kept set are one
+    model: it runs as the student of `kept`, and distillation's first stage trains it.
+    """
+
+    type: Literal["kept"] = "kept"
+    attention: AnyMixer
+    mixer: AnyMixer
+    kept: tuple[int, ...] = ()
+    both: bool = False
+
+
+Layout = Annotated[UniformLayout | HybridLayout | LoopLayout | RandomLayout | KeptLayout, Field(discriminator="type")]
 
 
 FrozenKV = Literal["propagate", "share"]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt2.config import HybridLayout, MixerConfig, ModelConfig, RandomLayout
+    from lt2.config import HybridLayout, KeptLayout, MixerConfig, ModelConfig, RandomLayout
 
 Schedule = tuple[tuple["MixerConfig", ...], ...]
 """Indexed [loop][layer]."""
@@ -18,11 +18,11 @@ def layout(config: ModelConfig, draw: Collection[int] | None = None) -> Schedule
 
     Args:
         draw: for a random layout, the layers that run attention (see `draw_layers`); without one the first draw,
-            step 0, is used.
+            step 0, is used. For a kept layout, other layers than its own.
 
     Raises:
         ValueError: a hybrid ratio that leaves no attention or no mixer layer, or a loop schedule whose length is
-            not n_loops.
+            not n_loops, or kept layers that do not exist.
     """
     spec, n_layers, n_loops = config.layout, config.n_layers, config.n_loops
     if spec.type == "uniform":
@@ -32,6 +32,8 @@ def layout(config: ModelConfig, draw: Collection[int] | None = None) -> Schedule
             raise ValueError(f"layout.mixers has {len(spec.mixers)} entries for n_loops {n_loops}; give one per loop")
         return tuple((mixer,) * n_layers for mixer in spec.mixers)
     chosen = attention_layers(spec, n_layers) if spec.type == "hybrid" else draw
+    if spec.type == "kept" and chosen is None:
+        chosen = kept_layers(spec, n_layers)
     if chosen is None:
         chosen = draw_layers(spec, n_layers, step=0)  # type: ignore[arg-type]
     row = tuple(spec.attention if layer in chosen else spec.mixer for layer in range(n_layers))
@@ -62,6 +64,13 @@ def attention_layers(spec: HybridLayout, n_layers: int) -> tuple[int, ...]:
     return tuple(range(bottom)) + tuple(range(n_layers - (count - bottom), n_layers))
 
 
+def kept_layers(spec: KeptLayout, n_layers: int) -> tuple[int, ...]:
+    wrong = sorted(layer for layer in set(spec.kept) if not 0 <= layer < n_layers)
+    if wrong or len(set(spec.kept)) < len(spec.kept):
+        raise ValueError(f"kept layers {list(spec.kept)}: give different ones of 0 to {n_layers - 1}")
+    return spec.kept
+
+
 def draw_layers(spec: RandomLayout, n_layers: int, step: int) -> tuple[int, ...]:
     """The attention layers of training step `step`: a pure function of (seed, step), so equal on all ranks."""
     count = max(1, round(spec.fraction * n_layers))
@@ -71,7 +80,7 @@ def draw_layers(spec: RandomLayout, n_layers: int, step: int) -> tuple[int, ...]
 def weights_per_layer(config: ModelConfig) -> list[list[MixerConfig]]:
     """For each layer one config per distinct set of mixer weights it needs over all loops and draws."""
     schedules = [layout(config)]
-    if config.layout.type == "random":
+    if config.layout.type == "random" or (config.layout.type == "kept" and config.layout.both):
         schedules = [layout(config, draw) for draw in ((), range(config.n_layers))]
     found: list[dict[str, MixerConfig]] = [{} for _ in range(config.n_layers)]
     for loop in (row for schedule in schedules for row in schedule):

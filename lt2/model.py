@@ -48,6 +48,11 @@ Record = Callable[[int, int, "Block", MixerConfig, SequenceInfo, Tensor, Tensor]
 """Sees every (loop, layer): its block, mixer config, tokens, and the block's input and output states (B, L, D)."""
 
 
+Force = Callable[["Block", MixerConfig, SequenceInfo, Tensor], tuple[Tensor, Tensor | None]]
+"""Teacher forcing (lt2.distill.align), in the mixer's place: (block, mixer config, tokens, normed input) -> (update of
+the residual stream, loss). No gradient follows the stream."""
+
+
 class Block(nn.Module):
     """Pre-norm residual block: a token mixer, then a SwiGLU. `spec` says which mixer runs in this loop."""
 
@@ -64,10 +69,20 @@ class Block(nn.Module):
         self.ffn_post_norm = norm() if config.sandwich_norm else nn.Identity()
 
     def forward(
-        self, h: Tensor, spec: MixerConfig, seq: SequenceInfo, cache: LayerCache | None = None
+        self,
+        h: Tensor,
+        spec: MixerConfig,
+        seq: SequenceInfo,
+        cache: LayerCache | None = None,
+        force: Force | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # (B, L, D) -> (B, L, D), auxiliary loss
-        y, aux = self.mixers[spec.weights](self.mixer_norm(h), spec, seq, cache)
-        h = h + self.mixer_post_norm(y)
+        if force is None:
+            y, aux = self.mixers[spec.weights](self.mixer_norm(h), spec, seq, cache)
+            h = h + self.mixer_post_norm(y)
+        else:
+            h = h.detach()
+            update, aux = force(self, spec, seq, self.mixer_norm(h))
+            h = h + update
         h = h + self.ffn_post_norm(self.ffn(self.ffn_norm(h)))
         return h, aux
 
@@ -104,6 +119,7 @@ class LoopedLM(nn.Module):
         per_loop: bool = False,
         step: int | None = None,  # training step: random layouts draw layers from it, DSA leaves its warm-up
         record: Record | None = None,  # diagnostics
+        force: Force | None = None,  # distillation's first stage
     ) -> LoopedOutput:
         seq = self.sequence_info(input_ids, doc_ids, lengths, cache)
         seq.step = step
@@ -113,7 +129,7 @@ class LoopedLM(nn.Module):
         loops: list[Tensor] = []
         aux: dict[str, Tensor] = {}
         for loop, specs in enumerate(schedule):
-            h, losses = self.run_loop(h, loop, specs, seq, depth, cache, record)
+            h, losses = self.run_loop(h, loop, specs, seq, depth, cache, record, force)
             for name, loss in losses.items():
                 aux[name] = aux.get(name, 0.0) + loss / len(schedule)
             depth.after_loop(h, last=loop == len(schedule) - 1)
@@ -137,6 +153,7 @@ class LoopedLM(nn.Module):
         depth: halting.EveryLoop | halting.Adaptive,
         cache: Cache | None,
         record: Record | None,
+        force: Force | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # (B, L, D) -> (B, L, D), the mixers' losses summed by type
         """One pass over the blocks; recomputed as a whole in backward where training asks for it."""
         h_in = h
@@ -148,7 +165,7 @@ class LoopedLM(nn.Module):
             if halted:
                 block.remember(entry, spec, seq, state)
                 continue
-            out, loss = block(entry, spec, seq, state)
+            out, loss = block(entry, spec, seq, state, force)
             h = depth.keep(h, out)
             if loss is not None:
                 losses[spec.type] = losses.get(spec.type, 0.0) + loss

@@ -22,19 +22,27 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 
 
 def param_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, decay_all: bool = False
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    weight_decay: float,
+    decay_all: bool = False,
+    lr_scale: Callable[[str], float] | None = None,
 ) -> list[dict]:
     """AdamW groups of the trainable parameters, split by weight decay; `decay_all` is the paper's decay-everything.
 
-    Sharded and replicated parameters get separate groups: torch's multi-tensor kernels reject a mixture of the two.
+    lr_scale: of a parameter's name, what its learning rate is multiplied by (see `set_lr`). Sharded and replicated
+    parameters get separate groups: torch's multi-tensor kernels reject a mixture of the two.
     """
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
         decay = weight_decay if decay_all or decays(name, parameter) else 0.0
-        groups.setdefault((decay, isinstance(parameter, DTensor)), []).append(parameter)
-    return [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
+        scale = 1.0 if lr_scale is None else lr_scale(name)
+        groups.setdefault((decay, scale, isinstance(parameter, DTensor)), []).append(parameter)
+    return [
+        {"params": params, "weight_decay": decay, "lr_scale": scale} for (decay, scale, _), params in groups.items()
+    ]
 
 
 def adamw(
@@ -45,9 +53,10 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     decay_all: bool = False,
+    lr_scale: Callable[[str], float] | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over the model's trainable parameters; build it after sharding, so that its state is sharded too."""
-    groups = param_groups(model.named_parameters(), weight_decay=weight_decay, decay_all=decay_all)
+    groups = param_groups(model.named_parameters(), weight_decay=weight_decay, decay_all=decay_all, lr_scale=lr_scale)
     fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 

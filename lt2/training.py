@@ -37,6 +37,7 @@ __all__ = [
     "train",
 ]
 
+_TENSORS = ("tokens", "doc_ids", "loss_mask", "ids", "topk_logits", "topk_ids")
 SAVE, STOP = 1, 2**20  # requests at a step; their sum over ranks still tells them apart
 
 
@@ -45,7 +46,8 @@ class Batch:
     """Sequences of one rank: tokens (B, L+1) int64, of which L are inputs and L are targets.
 
     doc_ids (B, L+1): document ordinal within the row, -1 on padding. loss_mask (B, L+1): which tokens are learned.
-    ids (B,): sequence ids. step: the optimizer step, for whatever draws at random per step.
+    ids (B,): sequence ids. step: the optimizer step, for whatever draws at random per step. topk_logits (fp16) and
+    topk_ids (int32), both (B, L, T, K): a teacher's largest logits after its last T loops, in descending order.
     """
 
     tokens: Tensor
@@ -53,6 +55,8 @@ class Batch:
     loss_mask: Tensor | None = None
     ids: Tensor | None = None
     step: int | None = None
+    topk_logits: Tensor | None = None
+    topk_ids: Tensor | None = None
 
     @classmethod
     def from_numpy(cls, arrays: dict[str, Any], device: torch.device | str = "cpu") -> Batch:
@@ -68,7 +72,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, function: Any) -> Batch:
-        values = {name: getattr(self, name) for name in ("tokens", "doc_ids", "loss_mask", "ids")}
+        values = {name: getattr(self, name) for name in _TENSORS}
         return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
 
 

@@ -49,6 +49,13 @@ def test_a_failure_stops_its_descendants_only(storage):
     assert states(outcomes) == {"root": "skipped", "left": "done", "right": "skipped", "leaf": "done"}
 
 
+def test_a_step_is_blocked_by_one_failure_while_another_of_its_needs_still_runs(storage):
+    both = "leaf.part.sources=[{step: left}, {step: right}]"
+    outcomes, _ = execute(storage, "branches", "left.fail=error", "right.pause_s=1", both)
+    assert states(outcomes) == {"root": "done", "left": "failed", "right": "done", "leaf": "blocked"}
+    assert outcomes["leaf"].error == "needs left"
+
+
 def test_independent_branches_run_side_by_side(storage):
     slow = ("left.pause_s=0.2", "right.pause_s=0.2")
     _, events = execute(storage, "branches", *slow)

@@ -128,12 +128,13 @@ def _run_graph(driver: Driver, steps: Mapping[str, Step]) -> dict[str, Outcome]:
                 for name, step in steps.items():
                     if name in outcomes or name in running.values():
                         continue
-                    needs = [outcomes.get(need) for need in step.needs if need in steps]
-                    if any(need is not None and need.state not in ("done", "skipped") for need in needs):
-                        failed = [need for need in step.needs if outcomes[need].state not in ("done", "skipped")]
+                    needs = {need: outcomes.get(need) for need in step.needs if need in steps}
+                    ended = {need: outcome for need, outcome in needs.items() if outcome is not None}
+                    failed = [need for need, outcome in ended.items() if outcome.state not in ("done", "skipped")]
+                    if failed:
                         outcomes[name] = Outcome("blocked", error=f"needs {', '.join(failed)}")
                         driver.tell(step, "blocked", error=outcomes[name].error)
-                    elif all(needs):
+                    elif len(ended) == len(needs):
                         running[pool.submit(_drive, driver, step)] = name
                 if not running:
                     continue

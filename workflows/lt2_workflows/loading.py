@@ -66,7 +66,7 @@ def workflow_from_record(
     configs = {}
     types = {raw.get("type") for raw in record["steps"].values() if isinstance(raw, dict)}
     if not types <= STEP_TYPES.keys():
-        importlib.import_module("lt2_workflows.steps")  # the shipped types; they import torch
+        importlib.import_module("lt2_workflows.distill_steps")  # the shipped types; they import torch
     for name, raw in record["steps"].items():
         place = _place(source, lines, ("steps", name, "type"))
         if not isinstance(raw, dict) or raw.get("type") not in STEP_TYPES:

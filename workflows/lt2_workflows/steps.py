@@ -36,6 +36,12 @@ class CheckpointRef(Ref):
     accepts: ClassVar[str] = "checkpoint"
 
 
+class PackRef(Ref):
+    """A pack of test items."""
+
+    accepts: ClassVar[str] = "pack"
+
+
 class EvaluationRef(Ref):
     """The numbers of an evaluate step."""
 
@@ -123,13 +129,13 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled), "
         f"{config.train.steps:,} steps, {amount(tokens)} tokens, "
         f"{amount(tokens * cost['training_flops_per_token'])} FLOPs, "
-        f"cache {cost['cache_bytes_per_sequence'] / 1e9:.3g} GB per sequence of {seq_len:,}"
+        f"cache {amount(cost['cache_bytes_per_sequence'])}B per sequence of {seq_len:,}"
     )
 
 
 def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConfig, int]:
     """The model with its vocabulary, and the length of the data's rows, whether the data is there yet or not."""
-    manifest = _manifest(config.data, context, vocab_size=config.model.vocab_size)
+    manifest = dataset_facts(config.data, context, vocab_size=config.model.vocab_size)
     return resolve_model(config.model, manifest, "the data"), manifest["seq_len"]
 
 
@@ -137,27 +143,35 @@ def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConf
 def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.trainer.pretrain returns it."""
     from lt2_platform.train.trainer import pretrain
-    from lt2_workflows.provenance import provenance
 
-    resources = join_ray()
-    use_gpu = config.resources.use_gpu
-    if use_gpu is None:
-        use_gpu = resources.get("GPU", 0) >= config.resources.num_workers
     summary = pretrain(
         PretrainConfig(model=config.model, train=config.train),
         data=context.path(config.data),
-        out=context.out,
-        run_id=context.run_id,
-        storage_root=context.storage.root,
-        num_workers=config.resources.num_workers,
-        cpus_per_worker=config.resources.cpus_per_worker,
-        use_gpu=use_gpu,
-        max_failures=config.resources.worker_failures,
-        progress=context.progress,
-        info={"workflow": context.workflow.id, "step": context.step.id, **provenance()},
+        **train_options(config.resources, context),
     )
     # A result must mean the same when the storage has been moved: no full paths in it.
     return {"run": context.run_id} | {key: value for key, value in summary.items() if key != "checkpoint"}
+
+
+def train_options(resources: TrainResources, context: StepContext) -> dict[str, Any]:
+    """What `pretrain` is told of where it runs and whose run it is; joins Ray."""
+    from lt2_workflows.provenance import provenance
+
+    cluster = join_ray()
+    use_gpu = resources.use_gpu
+    if use_gpu is None:
+        use_gpu = cluster.get("GPU", 0) >= resources.num_workers
+    return {
+        "out": context.out,
+        "run_id": context.run_id,
+        "storage_root": context.storage.root,
+        "num_workers": resources.num_workers,
+        "cpus_per_worker": resources.cpus_per_worker,
+        "use_gpu": use_gpu,
+        "max_failures": resources.worker_failures,
+        "progress": context.progress,
+        "info": {"workflow": context.workflow.id, "step": context.step.id, **provenance()},
+    }
 
 
 # evaluate
@@ -166,7 +180,8 @@ def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
 class EvaluateStep(StepConfig):
     """Tasks on a checkpoint (or on the newest one of a run), at its own depth or at each of `loops`.
 
-    With resources.num_workers above 1, tasks that can use so many copies of the model on Ray.
+    With resources.num_workers above 1, tasks that can use so many copies of the model on Ray. pack: of the harness
+    tasks that name none.
     """
 
     produces: ClassVar[str] = "evaluation"
@@ -175,6 +190,7 @@ class EvaluateStep(StepConfig):
     data: DatasetRef | str
     tasks: tuple[AnyTask, ...] = Field(default=(PerplexityConfig(), ThroughputConfig()), min_length=1)
     loops: tuple[int, ...] = ()
+    pack: PackRef | str | None = None
 
 
 @step_type(EvaluateStep)
@@ -183,12 +199,16 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.results import ResultsStore
 
+    tasks = config.tasks
+    if config.pack is not None:
+        pack = context.path(config.pack)
+        tasks = tuple(t.model_copy(update={"pack": pack}) if getattr(t, "pack", None) == "" else t for t in tasks)
     actors = config.resources.num_workers if config.resources.num_workers > 1 else 0
     if actors:
         join_ray()
     found = evaluate_checkpoint(
         context.path(config.checkpoint),
-        config.tasks,
+        tasks,
         data=context.path(config.data),
         loops=config.loops,
         out=context.out,
@@ -263,7 +283,7 @@ def _row(metric: str, value: float, unit: str, note: str) -> dict[str, Any]:
     return {"metric": metric, "value": value, "unit": unit, "note": note}
 
 
-def _manifest(data: DatasetRef | str, context: StepContext, *, vocab_size: int | None) -> dict[str, Any]:
+def dataset_facts(data: DatasetRef | str, context: StepContext, *, vocab_size: int | None) -> dict[str, Any]:
     """The dataset's manifest; before it is prepared, the part of it that its step's config determines.
 
     A model that gives its own vocab_size can be planned where the tokenizer's file is not.

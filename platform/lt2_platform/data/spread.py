@@ -31,8 +31,12 @@ def some_ray(num_cpus: int | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def spread(function: Callable[[Any, Any], Any], items: Sequence[Any], shared: Any, limit: int | None) -> Iterator[Any]:
+def spread(
+    function: Callable[[Any, Any], Any], items: Sequence[Any], shared: Any, limit: int | None, *, num_gpus: float = 0
+) -> Iterator[Any]:
     """function(item, shared) for every item, one CPU and one task each, at most `limit` at a time; as they finish.
+
+    num_gpus: what each task asks for beside its CPU.
 
     Tasks, not actors: a pool of actors holds its CPUs while idle and starves whatever feeds it. Only descriptions and
     results pass through Ray; the functions read and write storage themselves. A task whose worker dies runs again; an
@@ -52,7 +56,7 @@ def spread(function: Callable[[Any, Any], Any], items: Sequence[Any], shared: An
         data.context.op_resource_reservation_enabled = False
         compute = ray.data.TaskPoolStrategy(size=min(limit or len(rows), len(rows)))
         call = cloudpickle.dumps((function, shared))  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-        results = data.map(functools.partial(_call, call), num_cpus=1, compute=compute)
+        results = data.map(functools.partial(_call, call), num_cpus=1, num_gpus=num_gpus or None, compute=compute)
         for row in results.iter_rows():
             failure, result = pickle.loads(row["result"])
             if failure is not None:

@@ -62,12 +62,12 @@ class HarnessConfig(TaskConfig):
     """lm-eval tasks on data from an evaluation pack: a suite of the paper, or tasks by name.
 
     `num_fewshot` examples (default: as many as the task's definition says) come from the pack's training split, drawn
-    with `seed`, unless the definition has its own.
+    with `seed`, unless the definition has its own. An empty `pack` is that of the evaluate step.
     """
 
     module: ClassVar[str] = "lt2_platform.evaluate.harness.run:harness_rows"
     type: Literal["harness"] = "harness"
-    pack: str
+    pack: str = ""
     suite: Literal["core", "recall", "needles", "ruler", "reasoning"] | None = None
     tasks: tuple[str, ...] = ()
     limit: int | None = Field(default=None, ge=1)

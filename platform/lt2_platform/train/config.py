@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError, model_validator
@@ -21,6 +22,19 @@ class PretrainModel(ModelConfig):
         known = self if self.vocab_size is not None else self.model_copy(update={"vocab_size": 1})
         ModelConfig._check(known)  # pyright: ignore[reportCallIssue]  pydantic leaves a plain function here
         return self
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Other models that training needs, as runs or checkpoints (paths or URIs).
+
+    start: what the weights are at step 0 (lt2.distill.student.start_from); teacher: whom the objective asks;
+    topk: a folder of the teacher's stored top-k (lt2_platform.distill.topk), which then comes with every batch.
+    """
+
+    start: str | None = None
+    teacher: str | None = None
+    topk: str | None = None
 
 
 class PretrainConfig(Config):

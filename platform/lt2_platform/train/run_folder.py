@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,10 +17,11 @@ from pydantic import ValidationError
 from lt2.config import ConfigError, ModelConfig
 from lt2.train_config import TrainConfig
 from lt2_platform.data.stream import load_manifest
+from lt2_platform.distill.teacher import identity
 from lt2_platform.results import check_name, differences
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.train import checkpoint
-from lt2_platform.train.config import PretrainConfig, resolve_model
+from lt2_platform.train.config import PretrainConfig, Sources, resolve_model
 from lt2_platform.train.worker import WorkerSpec, check_divisible
 
 CONFIG, SUMMARY = "pretrain.json", "summary.json"
@@ -33,6 +35,7 @@ def open_run(
     run_id: str,
     storage_root: str,
     num_workers: int,
+    sources: Sources | None = None,
     info: dict[str, Any] | None = None,
 ) -> WorkerSpec:
     """Check everything that can be checked before workers start, and bind the folder to this config.
@@ -45,11 +48,14 @@ def open_run(
     model = resolve_model(config.model, manifest, data)
     check_divisible(config.train.global_batch_size, num_workers)
     storage = Storage(out)
+    places = {name: absolute(place) for name, place in asdict(sources or Sources()).items() if place is not None}
+    identities = {name: identity(place) for name, place in places.items()}
     storage.check_writable()
     record = {
         "model": model.model_dump(mode="json"),
         "train": config.train.model_dump(mode="json"),
         "data": {"fingerprint": manifest.get("fingerprint"), "tokenizer": manifest["tokenizer"]["sha256"]},
+        **({"sources": identities} if identities else {}),
     }
     if not storage.create_exclusive(CONFIG, json.dumps(record, indent=2).encode()):
         changed = differences({"then": _as_of_now(storage.read_json(CONFIG)), "now": json.loads(json.dumps(record))})
@@ -63,6 +69,7 @@ def open_run(
         out=out,
         run_id=run_id,
         storage_root=absolute(storage_root),
+        sources=places,
         info=info or {},
     )
 

@@ -23,7 +23,7 @@ from lt2.training import NonFiniteLossError
 from lt2_platform.data.spread import some_ray
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
-from lt2_platform.train.config import PretrainConfig
+from lt2_platform.train.config import PretrainConfig, Sources
 from lt2_platform.train.live_metrics import LiveMetrics
 from lt2_platform.train.preemption import ray_notice
 from lt2_platform.train.run_folder import close_run, open_run, summary
@@ -47,19 +47,28 @@ def pretrain(
     use_gpu: bool = False,
     max_failures: int = 3,
     progress: Progress | None = None,
+    sources: Sources | None = None,
     info: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train on the packed dataset `data` into the folder `out`; returns the summary, also in `<out>/summary.json`.
 
     The summary holds checkpoint (URI), step, position, tokens and loss. The same call after any interruption goes on
     from the newest complete checkpoint, with any number of workers; after the end it returns at once. Metrics go to
-    run `run_id` of the results store under `storage_root`; `info` is provenance for it. progress is called in a thread
+    run `run_id` of the results store under `storage_root`; `info` is provenance for it. sources: for objectives that
+    start from or learn from other models. progress is called in a thread
     with {step, steps, loss, tokens_per_s, eta_s}. Uses the running Ray, or a local one for the duration.
     Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, and Ray's WorkerGroupError
     when workers failed more than max_failures times.
     """
     spec = open_run(
-        config, data=data, out=out, run_id=run_id, storage_root=storage_root, num_workers=num_workers, info=info
+        config,
+        data=data,
+        out=out,
+        run_id=run_id,
+        storage_root=storage_root,
+        num_workers=num_workers,
+        sources=sources,
+        info=info,
     )
     if (done := summary(spec)) is not None:
         return done

@@ -20,15 +20,19 @@ import torch.distributed as dist
 
 from lt2 import parallel
 from lt2.config import ConfigError, ModelConfig
+from lt2.distill.student import start_from
 from lt2.memory import keeps_gathered
 from lt2.model import LoopedLM, build
 from lt2.optim import adamw, warmup_cosine
 from lt2.training import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
-from lt2_platform.data.stream import PackedDataset
+from lt2_platform.data.stream import PackedDataset, read_ahead
+from lt2_platform.distill.teacher import load_teacher
+from lt2_platform.distill.topk import StoredTopK
 from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint
+from lt2_platform.train.config import Sources
 from lt2_platform.train.observe import Observer
 from lt2_platform.train.preemption import on_sigterm
 from lt2_platform.train.rollback import Rollbacks
@@ -52,6 +56,7 @@ class WorkerSpec:
     run_id: str
     storage_root: str
     prefetch: int = 2
+    sources: dict[str, Any] = field(default_factory=dict)  # fields of Sources
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,13 +106,20 @@ def _train(
     dataset = PackedDataset(spec.data, "train")
     tokenizer = dataset.manifest["tokenizer"]
     device = _device()
-    model, sharding = _build_model(model_config, config, device, dataset.seq_len)
+    sources, folder = Sources(**spec.sources), Storage(spec.out).join("checkpoints")
+    start = None if checkpoint.complete(folder) else sources.start
+    model, sharding = _build_model(model_config, config, device, dataset.seq_len, start)
+    teacher = None if sources.teacher is None else load_teacher(sources.teacher, config, device)
     optimizer = adamw(
-        model, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, decay_all=config.decay_all
+        model,
+        lr=config.lr,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        decay_all=config.decay_all,
+        lr_scale=lambda name: config.objective.lr_scale(name, model_config),
     )
     torch.manual_seed(config.seed + 1 + rank)  # ranks draw different numbers from here on; a checkpoint replaces this
 
-    folder = Storage(spec.out).join("checkpoints")
     state = _resume(folder, model, optimizer, model_config, tokenizer)
     batches: Any = dataset.batches(  # a generator: closing it ends its read-ahead thread
         position=state.position,
@@ -115,8 +127,12 @@ def _train(
         rank=rank,
         world_size=world_size,
         seed=config.seed,
-        prefetch=spec.prefetch,
+        prefetch=spec.prefetch if sources.topk is None else 0,
     )
+    if sources.topk is not None:
+        batches = read_ahead(
+            StoredTopK(sources.topk, dataset, document_mask=config.document_mask).attach(batches), spec.prefetch
+        )
     logger = _Logger.open(spec, config) if rank == 0 else None
     evaluator = _Evaluator(spec.data, config, logger)
     saver = Saver(
@@ -134,7 +150,7 @@ def _train(
     schedule = warmup_cosine(
         lr=config.lr, steps=config.steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio
     )
-    objective = config.objective.build(config)
+    objective = config.objective.build(config, teacher)
     data = map(Batch.from_numpy, batches)
     watchdog = Watchdog(rank=rank, step=state.step, factor=config.hang_factor, floor_s=config.hang_floor_s)
     data = watchdog.watch(data, lambda: state.step)
@@ -165,9 +181,13 @@ def _device() -> torch.device:
 
 
 def _build_model(
-    model_config: ModelConfig, config: TrainConfig, device: torch.device, seq_len: int
+    model_config: ModelConfig, config: TrainConfig, device: torch.device, seq_len: int, start: str | None = None
 ) -> tuple[LoopedLM, parallel.Sharding | None]:
     model = build(model_config, seed=config.seed if config.init_seed is None else config.init_seed, device=device)
+    if start is not None:
+        start_from(model, checkpoint.load_model(start)[0])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(config.objective.lr_scale(name, model_config) > 0)
     parallel.wrap_blocks(model, recompute=config.recompute, compile=config.compile)
     mesh = parallel.data_mesh(device.type, config.shard_workers)
     if mesh is None:

@@ -1,0 +1,145 @@
+"""Students: a looped teacher whose attention, outside a kept set of layers, is replaced by another mixer.
+
+A student has its teacher's embeddings, FFNs and norms; a new mixer starts from the projections of the attention it
+replaces (paper, Sec. Distilling; Goldstein et al. 2026 for the copy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from lt2.config import ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.model import Block, LoopedLM, build
+from lt2.ops.dispatch import announce
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "qfv_proj": ("q_proj", None, "v_proj")}
+"""A mixer's fused projection and, in the order of its rows, the attention's projections that its parts begin as."""
+
+
+def student_config(
+    teacher: ModelConfig, mixer: MixerConfig, kept: Collection[int] = (), *, both: bool = False
+) -> ModelConfig:
+    """The teacher's config with attention in the layers of `kept` only and `mixer` in the others.
+
+    both: keep the teacher's attention in every layer as well, unused outside `kept`: the model of stage 1.
+
+    Raises:
+        ConfigError: a teacher that mixes mixers, a mixer that would run on the attention's own weights, or kept
+            layers that do not exist.
+    """
+    attention = attention_of(teacher)
+    if attention.weights == mixer.weights:
+        raise ConfigError(
+            f"mixer {mixer.type!r} runs on the same weights as the teacher's {attention.type!r}; choose one with "
+            "weights of its own, e.g. gdn or kda"
+        )
+    layout = KeptLayout(attention=attention, mixer=mixer, kept=tuple(sorted(kept)), both=both)
+    try:
+        return ModelConfig.model_validate(teacher.model_dump() | {"layout": layout.model_dump()})
+    except ValidationError as error:
+        raise ConfigError(explain(error, "student")) from None
+
+
+def attention_of(teacher: ModelConfig) -> MixerConfig:
+    """The one mixer a teacher runs everywhere. Raises ConfigError where there are several."""
+    if isinstance(teacher.layout, UniformLayout):
+        return teacher.layout.mixer
+    if isinstance(teacher.layout, KeptLayout) and teacher.layout.both:
+        return teacher.layout.attention
+    raise ConfigError(
+        f"the teacher has layout {teacher.layout.type!r}; distil from one with the same attention in every layer "
+        "(layout type 'uniform')"
+    )
+
+
+def convert(
+    teacher: LoopedLM, mixer: MixerConfig, kept: Collection[int] = (), *, both: bool = False, seed: int = 42
+) -> LoopedLM:
+    """A student of `teacher` before any training, fp32, on the CPU. See `student_config` and `start_from`."""
+    student = build(student_config(teacher.config, mixer, kept, both=both), seed=seed)
+    start_from(student, teacher)
+    return student
+
+
+@torch.no_grad()
+def start_from(student: LoopedLM, source: LoopedLM) -> None:
+    """Copy into `student` what `source`, its teacher or the student of an earlier stage, has of it.
+
+    Parameters of the same name are copied. A mixer that `source` lacks begins as the projections of the source's
+    attention in that layer, where their shapes fit (fewer key/value heads are repeated); the rest of it stays as it is.
+
+    Raises:
+        ConfigError: another depth or width, or a part other than a mixer that `source` lacks.
+    """
+    if len(student.blocks) != len(source.blocks):
+        there, here = len(source.blocks), len(student.blocks)
+        raise ConfigError(f"cannot start from this model: it has {there} layers, not {here}")
+    theirs = dict(source.named_parameters())
+    missing: list[str] = []
+    for name, parameter in student.named_parameters():
+        if name not in theirs:
+            missing.append(name)
+            continue
+        if theirs[name].shape != parameter.shape:
+            shapes = f"{tuple(theirs[name].shape)} there and {tuple(parameter.shape)} here"
+            raise ConfigError(f"cannot start from this model: {name} is {shapes}; the sizes must be its teacher's")
+        parameter.copy_(theirs[name])
+    if wrong := [name for name in missing if ".mixers." not in name]:
+        raise ConfigError(f"cannot start from this model: it has no {wrong[0]}")
+    layout = student.config.layout
+    attention = layout.attention.weights if isinstance(layout, KeptLayout) else ""
+    for layer in sorted({int(name.split(".")[1]) for name in missing}):
+        ours, block = student.blocks[layer], source.blocks[layer]
+        assert isinstance(ours, Block)
+        assert isinstance(block, Block)
+        for kind in ours.mixers.keys() - block.mixers.keys():
+            if kind == attention:
+                raise ConfigError(
+                    f"cannot start from this model: layer {layer} keeps attention here and has lost it there; start "
+                    "from the teacher or from a student of stage 1, which holds both"
+                )
+            start_mixer(ours.mixers[kind], dict(block.mixers.items()).get(attention), kind)
+
+
+@torch.no_grad()
+def start_mixer(mixer: Any, attention: Any, kind: str) -> None:
+    """Copy q, k, v and o of `attention` into a new mixer, each where the shapes fit; what does not fit is said once."""
+    left = []
+    for fused, parts in FUSED.items():
+        if not hasattr(mixer, fused):
+            continue
+        H, K, V = mixer.heads
+        rows = getattr(mixer, fused).weight.split([H * K, H * K, H * V])
+        for part, target in zip(parts, rows):
+            weight = whole_heads(attention, part, mixer.heads[0]) if part is not None else None
+            if weight is not None and weight.shape == target.shape:
+                target.copy_(weight)
+            elif part is not None:
+                left.append(part)
+    output = getattr(attention, "o_proj", None)
+    if output is not None and output.weight.shape == mixer.o_proj.weight.shape:
+        mixer.o_proj.weight.copy_(output.weight)
+    else:
+        left.append("o_proj")
+    if not any(hasattr(mixer, fused) for fused in FUSED):
+        left += ["q_proj", "k_proj", "v_proj"]
+    if left:
+        device = str(mixer.o_proj.weight.device)
+        announce(f"conversion to {kind}", device, f"random {', '.join(left)}", "the attention's shapes do not fit")
+
+
+def whole_heads(attention: Any, part: str, heads: int) -> Tensor | None:
+    """The weight (heads·E, D) of one projection, its heads repeated as grouped-query attention shares them."""
+    projection = getattr(attention, part, None)
+    if not isinstance(projection, nn.Linear):
+        return None
+    own, shared, size = attention.heads
+    count = own if part == "q_proj" else shared
+    if heads % count:
+        return None
+    return projection.weight.unflatten(0, (count, size)).repeat_interleave(heads // count, dim=0).flatten(0, 1)

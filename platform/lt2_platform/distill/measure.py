@@ -1,0 +1,106 @@
+"""How far a student is from its teacher on held-out text, and the scores by which layers are chosen.
+
+Shapes: B sequences, L positions, T loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from lt2.config import ConfigError, KeptLayout
+from lt2.distill.kl import chunked_topk_kl, top_k
+from lt2.layout import layout
+from lt2.loss import IGNORE, next_token_targets
+from lt2.model import LoopedLM
+from lt2.training import Batch, autocast_dtype
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.evaluate.validation import chunks
+from lt2_platform.train import checkpoint
+
+
+@torch.inference_mode()
+def teacher_kl(
+    student: LoopedLM,
+    teacher: LoopedLM,
+    dataset: PackedDataset,
+    *,
+    max_sequences: int = 32,
+    batch_size: int = 4,
+    document_mask: bool = False,
+) -> dict[str, Any]:
+    """KL(teacher ‖ student) over the whole vocabulary, nats per token, on the first sequences of a split.
+
+    Returns {"kl": of the final loop, "kl_loops": of every loop, "tokens"}. Both run every loop, in bf16 on a GPU.
+
+    Raises:
+        ConfigError: an empty split, or models of different loops or vocabularies.
+    """
+    for name in ("n_loops", "vocab_size"):
+        ours, theirs = getattr(student.config, name), getattr(teacher.config, name)
+        if ours != theirs:
+            raise ConfigError(f"the student's {name} is {ours}, the teacher's {theirs}; they must be equal")
+    count = min(max_sequences, dataset.n_sequences)
+    if not count:
+        raise ConfigError(f"{dataset.uri}: no {dataset.split} sequences; prepare with a larger validation_fraction")
+    T, device = student.config.n_loops, student.embed.weight.device
+    precision = autocast_dtype("auto", device)
+    models = [model.at_depth(T, halting=False).eval() for model in (student, teacher)]
+    sums, tokens = torch.zeros(T, dtype=torch.float64), 0
+    for rows in chunks(count, batch_size):
+        batch = Batch.from_numpy(dataset.batch(rows), device)
+        doc_ids = batch.doc_ids[:, :-1] if document_mask and batch.doc_ids is not None else None
+        counted = (next_token_targets(batch, document_mask=document_mask) != IGNORE).flatten()
+        with torch.autocast(device.type, precision) if precision else nullcontext():
+            ours, theirs = (
+                [state.flatten(0, 1) for state in model(batch.tokens[:, :-1], doc_ids=doc_ids, per_loop=True).loops]
+                for model in models
+            )
+            found = chunked_topk_kl(
+                ours,
+                student.head_weight,
+                lambda loop, start, stop, states=theirs: top_k(states[loop][start:stop], teacher.head_weight, None),
+                loop_weights=[1 / T] * T,
+                counted=counted,
+            )
+        sums += found.kl.double().cpu()
+        tokens += int(counted.sum())
+    loops = (sums / tokens).tolist()
+    return {"kl": loops[-1], "kl_loops": loops, "tokens": tokens}
+
+
+def checkpoint_kl(student: str, teacher: str, data: str, **options: Any) -> dict[str, Any]:
+    """`teacher_kl` of stored models on the validation split of `data`, on a GPU if there is one."""
+    return teacher_kl(_load(student), _load(teacher), PackedDataset(data, "validation"), **options)
+
+
+def one_shot_scores(
+    student: str,
+    teacher: str,
+    data: str,
+    *,
+    progress: Callable[[dict[str, Any]], None] = lambda values: None,
+    **options: Any,
+) -> list[float]:
+    """The final loop's KL with each single layer kept, in turn, and no training: a stage-1 student runs all of them.
+
+    Raises:
+        ConfigError: a student that does not hold both mixers.
+    """
+    ours, theirs = _load(student), _load(teacher)
+    kept = ours.config.layout
+    if not isinstance(kept, KeptLayout) or not kept.both:
+        raise ConfigError(f"{student} does not hold attention and mixer in every layer; give a student of stage 1")
+    dataset, scores = PackedDataset(data, "validation"), []
+    for layer in range(ours.config.n_layers):
+        ours.schedule = layout(ours.config, (layer,))
+        scores.append(teacher_kl(ours, theirs, dataset, **options)["kl"])
+        progress({"layer": layer + 1, "layers": ours.config.n_layers})
+    return scores
+
+
+def _load(place: str) -> LoopedLM:
+    return checkpoint.load_model(place)[0].to("cuda" if torch.cuda.is_available() else "cpu")

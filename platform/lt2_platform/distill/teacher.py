@@ -1,0 +1,112 @@
+"""Teachers: stored checkpoints that are asked and never trained, and Ouro folders made into such checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lt2 import parallel
+from lt2.config import ConfigError
+from lt2.interop.ouro import import_ouro
+from lt2.model import LoopedLM
+from lt2.train_config import TrainConfig
+from lt2.training import TrainState, autocast_dtype
+from lt2_platform.data.tokenize import describe, load_tokenizer
+from lt2_platform.storage import Storage, absolute
+from lt2_platform.train import checkpoint
+
+
+def load_teacher(place: str, train: TrainConfig, device: torch.device) -> LoopedLM:
+    """The newest checkpoint of `place`, frozen, for one rank of a training run: it runs every loop for every token.
+
+    In bf16 where training runs in it, else in fp32. Sharded like the student where there are several ranks; with
+    `train.keep_gathered` each block is gathered once for the whole run, since a teacher's weights never change.
+    """
+    model, config, _ = checkpoint.load_model(place)
+    model = model.at_depth(config.n_loops, halting=False).requires_grad_(False)
+    dtype = autocast_dtype(train.precision, device)
+    if dtype is not None:
+        cast(model, dtype)
+    model = model.to(device).eval()
+    mesh = parallel.data_mesh(device.type, train.shard_workers)
+    if mesh is not None:
+        parallel.shard(model, mesh, param_dtype=dtype, keep=train.keep_gathered is True)
+    return model
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """In place, all parameters but those that a low precision would spoil (parallel.KEEP_FP32)."""
+    for name, parameter in model.named_parameters():
+        if name.rsplit(".", 1)[-1] not in parallel.KEEP_FP32:
+            parameter.data = parameter.data.to(dtype)
+
+
+def identity(place: str) -> str:
+    """What tells one model, or one folder of stored top-k, from another wherever it lies: sha256 of its own record.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    storage = Storage(place)
+    if storage.exists("topk.json"):
+        return hashlib.sha256(storage.read_bytes("topk.json")).hexdigest()
+    if _is_ouro(storage):
+        raise ConfigError(
+            f"{place} is a folder in Ouro's format; make it a checkpoint first, with a step 'import_ouro'"
+        )
+    return hashlib.sha256(Storage(checkpoint.resolve(place)).read_bytes(checkpoint.COMPLETE)).hexdigest()
+
+
+def _is_ouro(storage: Storage) -> bool:
+    return storage.exists("config.json") and storage.read_json("config.json").get("model_type") == "ouro"
+
+
+def store_ouro(folder: str, out: str, *, tokenizer: str | None = None) -> dict[str, Any]:
+    """Write the model of an Ouro folder as the checkpoint of a run at `out`, in fp32, with its tokenizer.
+
+    tokenizer: as `prepare.tokenizer`; None takes the folder's tokenizer.json. Returns the run's summary. Does nothing
+    where the checkpoint is complete.
+
+    Raises:
+        ConfigError: what `import_ouro` and `load_tokenizer` say, or a tokenizer with more tokens than the model.
+    """
+    storage = Storage(out)
+    checkpoints = storage.join("checkpoints")
+    if not checkpoint.complete(checkpoints):
+        path = Path(folder).expanduser()
+        spec = tokenizer or str(path / "tokenizer.json")
+        found = load_tokenizer(spec)
+        model = import_ouro(path, dtype=torch.float32)
+        if found.vocab_size > model.config.vocab_size:
+            raise ConfigError(
+                f"tokenizer {found.name!r} has {found.vocab_size} tokens, the model in {folder} only "
+                f"{model.config.vocab_size}; give the one the model was trained with"
+            )
+        files = {} if spec == "byte" else tokenizer_files(spec)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state to save
+        checkpoint.save(
+            checkpoints,
+            model,
+            optimizer,
+            TrainState(),
+            config=model.config,
+            tokenizer={**describe(found), "file": next(iter(files), None)},
+            tokenizer_files=files,
+            train={"imported": json.loads((path / "config.json").read_text())},
+        )
+    result = {"step": 0, "position": 0, "tokens": 0, "loss": None}
+    storage.write_json("summary.json", result | {"checkpoint": checkpoint.resolve(out)})
+    return result
+
+
+def tokenizer_files(spec: str) -> dict[str, bytes]:
+    """The tokenizer's file, first, and its settings if they lie beside it, by their path within a checkpoint."""
+    folder, _, name = absolute(spec).rpartition("/")
+    storage = Storage(folder)
+    names = [name, *(each for each in ("tokenizer_config.json",) if storage.exists(each))]
+    return {f"tokenizer/{each}": storage.read_bytes(each) for each in names}

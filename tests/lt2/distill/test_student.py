@@ -1,0 +1,107 @@
+"""Students against the teachers they are made of."""
+
+import pytest
+import torch
+
+from lt2.config import ConfigError, MixerConfig
+from lt2.distill.select import best_layers, uniform_layers
+from lt2.distill.student import convert, start_from, student_config
+from tests.lt2 import tiny
+
+GDN = MixerConfig.read({"type": "gdn", "conv_size": 0})
+
+
+def teacher(**fields):
+    return tiny.model(tiny.FULL, n_layers=3, **fields)
+
+
+def test_with_every_layer_kept_the_student_is_the_teacher():
+    net = teacher(sandwich_norm=True, norm_each_loop=True, halting={"type": "exit_gate"})
+    net = net.float()  # as students are
+    student = convert(net, GDN, range(3)).eval()
+    ids = tiny.tokens(2, 9)
+    ours, theirs = student(ids, per_loop=True), net(ids, per_loop=True)
+    assert student.config.layout.kept == (0, 1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(ours.loops, theirs.loops))
+    assert torch.equal(student.logits(ours.hidden), net.logits(theirs.hidden))
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "deltanet", "la"])
+def test_new_mixers_begin_as_the_attentions_projections(kind):
+    net = teacher()
+    student = convert(net, MixerConfig.read({"type": kind}), (1,), both=True)
+    for layer in (0, 1, 2):
+        attention, mixer = (student.blocks[layer].mixers[name] for name in ("softmax", kind))
+        q, k, v = mixer.qkv_proj.weight.chunk(3)
+        for ours, theirs in ((q, "q_proj"), (k, "k_proj"), (v, "v_proj"), (mixer.o_proj.weight, "o_proj")):
+            weight = getattr(net.blocks[layer].mixers["softmax"], theirs).weight
+            assert torch.equal(ours, weight.float())
+            assert torch.equal(getattr(attention, theirs).weight, weight.float())
+    names = dict(student.named_parameters())
+    for name, parameter in net.named_parameters():
+        assert torch.equal(names[name], parameter.float())
+
+
+def test_fewer_key_value_heads_are_repeated_whole():
+    layout = {"type": "uniform", "mixer": {"type": "full", "num_heads": 4, "num_kv_heads": 2}}
+    net = tiny.model(layout, num_heads=4)
+    mixer = convert(net, GDN).blocks[0].mixers["gdn"]
+    keys = net.blocks[0].mixers["softmax"].k_proj.weight.float().view(2, 4, 16)  # 2 heads of 4
+    found = mixer.qkv_proj.weight.chunk(3)[1].view(4, 4, 16)
+    assert torch.equal(found, keys[[0, 0, 1, 1]])
+
+
+@pytest.mark.parametrize("kind", ["gla", "retnet", "hgrn2"])
+def test_what_does_not_fit_stays_as_initialised(kind):
+    net = teacher()
+    mixer = convert(net, MixerConfig.read({"type": kind})).blocks[0].mixers[kind]
+    fresh = convert(net, MixerConfig.read({"type": kind}), seed=7).blocks[0].mixers[kind]
+    attention = net.blocks[0].mixers["softmax"]
+    H, K, V = mixer.heads
+    fused = "qfv_proj" if kind == "hgrn2" else "qkv_proj"
+    parts, others = (getattr(m, fused).weight.split([H * K, H * K, H * V]) for m in (mixer, fresh))
+    copied = {"gla": "v", "retnet": "qk", "hgrn2": "qv"}[kind]
+    for name, part, other in zip("qkv", parts, others):
+        assert torch.equal(part, other) == (name in copied)
+        if name in copied:
+            assert torch.equal(part, getattr(attention, f"{name}_proj").weight.float())
+
+
+def test_a_student_of_stage_one_gives_students_of_any_kept_set():
+    net = teacher()
+    both = convert(net, GDN, both=True)
+    with torch.no_grad():
+        both.blocks[2].mixers["gdn"].qkv_proj.weight.add_(1)
+    student = convert(net, GDN, (1,), seed=9)
+    start_from(student, both)
+    assert [sorted(block.mixers) for block in student.blocks] == [["gdn"], ["softmax"], ["gdn"]]
+    theirs = dict(both.named_parameters())
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in student.named_parameters())
+    other = convert(net, GDN, (0,))
+    with pytest.raises(ConfigError, match="layer 0 keeps attention here and has lost it there"):
+        start_from(other, student)
+
+
+def test_mistakes_are_named():
+    config = teacher().config
+    with pytest.raises(ConfigError, match=r"kept layers \[0, 3\]: give different ones of 0 to 2"):
+        student_config(config, GDN, (0, 3))
+    with pytest.raises(ConfigError, match="'window' runs on the same weights as the teacher's 'full'"):
+        student_config(config, MixerConfig.read({"type": "window"}))
+    with pytest.raises(ConfigError, match="the teacher has layout 'hybrid'"):
+        student_config(tiny.model().config, GDN)
+    with pytest.raises(ConfigError, match="blocks.0.ffn"):
+        start_from(convert(teacher(), GDN), teacher(ffn_hidden=32))
+    with pytest.raises(ConfigError, match="it has 2 layers, not 3"):
+        start_from(convert(teacher(), GDN), tiny.model(tiny.FULL))
+
+
+def test_the_layers_of_each_selection():
+    assert uniform_layers(24, 6) == (3, 7, 11, 15, 19, 23)
+    assert uniform_layers(8, 3) == (1, 4, 7)
+    assert uniform_layers(4, 0) == ()
+    assert uniform_layers(3, 3) == (0, 1, 2)
+    assert best_layers([0.4, 0.1, 0.3, 0.1], 2) == (1, 3)
+    assert best_layers([0.4, 0.1, 0.3, 0.1], 1) == (1,)
+    with pytest.raises(ConfigError, match="5 layers are to keep attention, of 4"):
+        best_layers([0.0] * 4, 5)

@@ -1,0 +1,93 @@
+"""The report on what students keep, and the items they are asked."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from lt2.config import ConfigError
+from lt2_platform.data import prepare
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.distill.items import continuations, make_pack
+from lt2_platform.distill.retention import draw, retention_rows
+from lt2_platform.evaluate.harness import packs
+from lt2_platform.storage import Storage
+
+ROWS = [
+    {"task": "perplexity", "metric": "loss", "value": 1.0, "n_loops": 2},
+    {"task": "perplexity", "metric": "perplexity", "value": 4.0, "n_loops": 2},
+    {"task": "continuation", "metric": "acc", "value": 0.8, "n_loops": 2},
+    {"task": "niah", "metric": "contains", "value": 0.0, "n_loops": 2},
+    {"task": "niah", "metric": "context_cut", "value": 3.0, "n_loops": 2},
+]
+
+
+def test_retention_is_the_share_of_the_teachers_score():
+    student = [row | {"value": {"perplexity": 5.0, "acc": 0.6}.get(row["metric"], 0.5)} for row in ROWS]
+    found = retention_rows(ROWS, {"a": student, "b": student[:2]})
+    assert [(row["task"], row["metric"]) for row in found] == [
+        ("perplexity", "perplexity"),
+        ("continuation", "acc"),
+        ("niah", "contains"),
+    ]
+    shares = [row["students"].get("a", {}).get("retention") for row in found]
+    assert shares[:2] == pytest.approx([0.8, 0.75])
+    assert shares[2] is None  # nothing can be kept of nothing
+    assert found[1]["students"].keys() == {"a"}
+    assert draw(found, ["a", "b"], "title").startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    root = tmp_path_factory.mktemp("items")
+    for number in range(40):
+        words = [f"{(number * 37 + place * place) % 997}" for place in range(120)]
+        (root / f"{number}.txt").write_text(" ".join(words))
+    config = prepare.PrepareConfig(
+        source=str(root / "*.txt"), tokenizer="byte", seq_len=256, validation_fraction=0.5, shard_sequences=64
+    )
+    with pytest.MonkeyPatch.context() as patch:  # in this process, one item after another
+        patch.setattr(prepare, "some_ray", lambda parallelism: nullcontext())
+        patch.setattr(prepare, "spread", lambda function, items, shared, limit: (function(i, shared) for i in items))
+        prepare.prepare(config, str(root / "data"))
+    return PackedDataset(str(root / "data"), "validation")
+
+
+def test_the_right_choice_is_what_follows_in_the_document(dataset):
+    table = continuations(dataset, load_tokenizer("byte"), 12, 60, 12, 0).to_pylist()
+    assert 4 <= len(table) <= 12
+    text = "".join(
+        load_tokenizer("byte").decode(np.asarray(row).tolist())
+        for row in dataset.batch(range(dataset.n_sequences))["tokens"][:, :-1]
+    )
+    for row in table:
+        assert len(row["choices"]) == 4
+        assert len(row["query"]) == 60
+        assert row["query"] + row["choices"][row["gold"]] in text
+    assert len({row["gold"] for row in table}) > 1
+    assert table == continuations(dataset, load_tokenizer("byte"), 12, 60, 12, 0).to_pylist()
+
+
+def test_a_pack_of_items_and_needles(dataset, tmp_path):
+    names = make_pack(
+        dataset.uri,
+        str(tmp_path),
+        items=5,
+        context=60,
+        continuation=12,
+        needles=("niah_single_1_768",),
+        needle_samples=2,
+    )
+    assert names == ["continuation", "niah_single_1_768"]
+    assert packs.verify(str(tmp_path)) == []
+    records = packs.read_manifest(str(tmp_path))["tasks"]
+    assert {name: record["format"] for name, record in records.items()} == {
+        "continuation": "choices",
+        "niah_single_1_768": "needles",
+    }
+    assert packs.read_split(Storage(str(tmp_path)), "continuation", records["continuation"], "test").num_rows == 5
+    with pytest.raises(ConfigError, match="give NAME_LENGTH"):
+        make_pack(dataset.uri, str(tmp_path), needles=("niah",), context=60, continuation=12)
+    with pytest.raises(ConfigError, match="held-out documents are of 232 tokens or more"):
+        make_pack(dataset.uri, str(tmp_path), context=200)

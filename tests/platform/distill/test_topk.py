@@ -1,0 +1,76 @@
+"""A teacher's stored top-k against asking the teacher."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from lt2.config import ConfigError
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.distill.topk import StoredTopK, store_top_k
+from lt2_platform.train import checkpoint
+from tests.platform.distill.stages import DISTILL, run_stage, write_teacher
+from tests.platform.train.packed import SEQ_LEN, write_dataset
+from tests.platform.train.test_trainer import LOCAL
+from tests.platform.train.test_worker import losses
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    root = tmp_path_factory.mktemp("topk")
+    teacher = write_teacher(root, steps=4)
+    ray.init(_temp_dir=f"/tmp/lt2-topk-{os.getpid()}", **LOCAL)
+    options = {"teacher": teacher, "data": str(root / "data"), "k": 8, "batch_size": 3}
+    try:
+        record = store_top_k(out=str(root / "stored"), **options)
+        assert store_top_k(out=str(root / "stored"), **options) == record  # at once
+        with pytest.raises(ConfigError, match="holds the top-k of another teacher, data or setting"):
+            store_top_k(out=str(root / "stored"), **options | {"k": 9})
+    finally:
+        ray.shutdown()
+    return root
+
+
+def test_rows_are_the_teachers_largest_logits_after_every_loop(stored):
+    dataset = PackedDataset(str(stored / "data"), "train")
+    top = StoredTopK(str(stored / "stored"), dataset)
+    model = checkpoint.load_model(str(stored / "teacher"))[0]
+    (batch,) = top.attach(iter([dataset.batch([7, 39])]))
+    assert batch["topk_logits"].dtype == np.float16
+    assert batch["topk_ids"].shape == (2, SEQ_LEN, 2, 8)
+    model.requires_grad_(False)
+    states = model(torch.from_numpy(batch["tokens"])[:, :-1], per_loop=True).loops
+    for loop, state in enumerate(states):
+        values, ids = model.logits(state).topk(8, dim=-1)
+        assert np.array_equal(batch["topk_ids"][:, :, loop], ids.int().numpy())
+        expected = (values - values[..., :1]).numpy()
+        np.testing.assert_allclose(batch["topk_logits"][:, :, loop], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_stage_on_stored_top_k_learns_what_it_learns_from_the_teacher(stored):
+    teacher = str(stored / "teacher")
+    run_stage(stored, "asked", DISTILL, teacher=teacher, kept=(1,))
+    run_stage(stored, "read", DISTILL, teacher=teacher, kept=(1,), topk=str(stored / "stored"))
+    # What is stored is rounded to fp16.
+    assert losses(stored, "read") == pytest.approx(losses(stored, "asked"), rel=2e-3)
+    assert json.loads((stored / "read/pretrain.json").read_text())["sources"].keys() == {"start", "topk"}
+
+
+def test_mistakes_are_named(stored, tmp_path):
+    dataset = PackedDataset(str(stored / "data"), "train")
+    with pytest.raises(ConfigError, match="no finished top-k"):
+        StoredTopK(str(tmp_path), dataset)
+    with pytest.raises(ConfigError, match="stored with document_mask False, training has True"):
+        StoredTopK(str(stored / "stored"), dataset, document_mask=True)
+    other = write_dataset(tmp_path / "data")
+    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
+    (tmp_path / "data/manifest.json").write_text(json.dumps(manifest | {"fingerprint": "0" * 64}))
+    with pytest.raises(ConfigError, match="is the top-k of other data"):
+        StoredTopK(str(stored / "stored"), PackedDataset(other, "train"))
+    with pytest.raises(ConfigError, match="k 30 exceeds the teacher's vocabulary of 23"):
+        store_top_k(teacher=str(stored / "teacher"), data=str(stored / "data"), out=str(tmp_path / "x"), k=30)

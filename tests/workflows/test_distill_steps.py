@@ -1,0 +1,159 @@
+"""The steps and recipes of distillation."""
+
+import json
+import os
+
+import pytest
+import ray
+
+from lt2.config import ConfigError
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.distill_steps import run_distill, run_retention, run_select_layers
+from lt2_workflows.graph import STEP_TYPES
+from lt2_workflows.loading import load_workflow, workflow_from_record
+from lt2_workflows.plan import describe_plan
+from tests.lt2.interop.test_ouro import OURO
+from tests.platform.distill.stages import GDN, write_teacher
+from tests.platform.train.packed import train_config
+from tests.platform.train.test_trainer import LOCAL
+
+
+def context_of(tmp_path, steps, name):
+    workflow = workflow_from_record({"workflow": "w", "steps": steps}, source="test")
+    return StepContext(Storage(str(tmp_path)), workflow, workflow.steps[name], lambda values: None)
+
+
+def finish(context, results):
+    """Record `results` of other steps as if they had run."""
+    for name, result in results.items():
+        folder = context.workflow.steps[name].folder
+        context.storage.write_json(
+            f"{folder}/done.json", {"attempt": 1, "ended": 0, "result": result, "provenance": {}}
+        )
+
+
+def stage(objective, **fields):
+    train = {"steps": 4, "global_batch_size": 2, "objective": objective}
+    return {"type": "distill", "data": "data", "teacher": "teacher", "train": train, **fields}
+
+
+def probing(n):
+    return {f"probe-{i}": stage({"type": "distill"}, kept=[i]) for i in range(n)}
+
+
+def choice(**fields):
+    return {"type": "select_layers", "count": 2, "n_layers": 3, **fields}
+
+
+def test_the_layers_whose_probes_come_nearest_to_the_teacher_keep_attention(tmp_path):
+    refs = [{"step": f"probe-{i}"} for i in range(3)]
+    steps = probing(3) | {"select": choice(method="kl", probes=refs)}
+    context = context_of(tmp_path, steps, "select")
+    results = {f"probe-{i}": {"kept": [i], "kl": kl} for i, kl in enumerate((0.3, 0.1, 0.2))}
+    finish(context, results)
+    found = run_select_layers(context.step.config, context)
+    assert (found["kept"], found["scores"]) == ([1, 2], [0.3, 0.1, 0.2])
+    assert "0.3000" in found["text"]
+    stored = json.loads((tmp_path / context.step.folder / "out/selection.json").read_text())
+    assert stored == {"method": "kl", "kept": [1, 2], "scores": [0.3, 0.1, 0.2]}
+
+    steps["select"] = choice(method="kl", probes=refs[::-1])
+    context = context_of(tmp_path, steps, "select")
+    with pytest.raises(ConfigError, match=r"probe probe-2 keeps \[2\], not \[0\]"):
+        run_select_layers(context.step.config, context)
+
+
+def test_even_spacing_needs_no_runs(tmp_path):
+    context = context_of(tmp_path, {"select": choice(method="uniform", n_layers=24, count=6)}, "select")
+    assert run_select_layers(context.step.config, context)["kept"] == [3, 7, 11, 15, 19, 23]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (choice(method="kl"), "method kl needs one probe per layer, 3; there are 0"),
+        (choice(method="one_shot"), "method one_shot needs teacher, student"),
+        (choice(method="uniform", count=4), "count 4 exceeds the 3 layers"),
+        (stage({"type": "next_token"}), "give align"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(step, message):
+    with pytest.raises(ConfigError, match=message):
+        workflow_from_record({"workflow": "w", "steps": {"s": step}}, source="test")
+
+
+def test_the_report_has_every_student_and_stage(tmp_path):
+    evaluation = {"type": "evaluate", "checkpoint": "x", "data": "data"}
+    report = {
+        "type": "retention",
+        "teacher": {"step": "a"},
+        "students": {"selected": {"step": "b"}},
+        "stages": {"stage 2": {"step": "probe-0"}},
+    }
+    context = context_of(tmp_path, probing(1) | {"a": evaluation, "b": evaluation, "report": report}, "report")
+    row = {"task": "continuation", "metric": "acc", "n_loops": 3}
+    kl = {"kept": [0], "kl": 0.25, "loss": 0.5, "tokens": 1000}
+    finish(context, {"a": {"rows": [row | {"value": 0.8}]}, "b": {"rows": [row | {"value": 0.6}]}, "probe-0": kl})
+    text = run_retention(context.step.config, context)["text"]
+    assert "0.6000 (75.0 %)" in text
+    assert "0.2500" in text
+    out = tmp_path / context.step.folder / "out"
+    assert (out / "retention.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "retention.json").read_text())["stages"][0]["attention kept"] == "0"
+
+
+def planned(recipe, tmp_path, overrides=()):
+    return describe_plan(load_workflow(recipe, overrides), Storage(str(tmp_path)))
+
+
+def test_the_small_recipe_is_planned_with_its_costs(tmp_path):
+    text = planned("distill_small", tmp_path)
+    assert "align, 120 steps, 246k tokens in rows of 128; attention kept in no layer" in text
+    assert "attention kept in the choice of select;" in text
+
+
+def test_the_full_recipe_is_the_papers_and_plans_without_its_weights(tmp_path):
+    workflow = load_workflow("distill_ouro_14b")
+    rows = {"prepare-512": 512, "prepare-4k": 4096, "prepare-32k": 32_768}
+    assert {name: workflow.configs[name].seq_len for name in rows} == rows
+    for name, tokens in {"align": 100e6, "stage2": 600e6, "stage3": 600e6}.items():
+        step = workflow.configs[name]
+        train = step.train
+        assert train.steps * train.global_batch_size * rows[step.data.step] == pytest.approx(tokens, rel=2e-3)
+    assert (workflow.configs["select"].count, len(workflow.configs["select"].probes)) == (6, 24)
+    assert workflow.configs["stage2-uniform"].kept == (3, 7, 11, 15, 19, 23)
+    stage3 = workflow.configs["stage3"]
+    assert stage3.train.lr * stage3.train.objective.rest_lr_scale == pytest.approx(7e-6)
+    assert stage3.train.min_lr_ratio == 1
+    assert "distill, 2,289 steps, 600M tokens in rows of 32,768" in planned("distill_ouro_14b", tmp_path)
+    only = load_workflow("distill_ouro_14b:dclm").configs
+    assert (only["prepare-32k"].source.type, workflow.configs["prepare-32k"].source.type) == ("dclm", "openthoughts")
+    with pytest.raises(ConfigError, match="unknown data 'c4'; choose openthoughts or dclm"):
+        load_workflow("distill_ouro_14b:c4")
+
+
+def test_a_plan_reads_the_ouro_folder_if_it_is_there(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(OURO | {"num_hidden_layers": 24}))
+    text = planned("distill_ouro_14b", tmp_path / "storage", [f"teacher.folder={tmp_path}"])
+    assert "parameters" in text.split("stage3", 1)[1].splitlines()[1]
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_stage_through_its_step(tmp_path):
+    teacher = write_teacher(tmp_path, steps=4)
+    train = train_config(steps=3, objective={"type": "align"}).model_dump(mode="json")
+    step = {"type": "distill", "data": str(tmp_path / "data"), "teacher": teacher, "mixer": GDN, "train": train}
+    context = context_of(tmp_path / "storage", {"align": step}, "align")
+    ray.init(_temp_dir=f"/tmp/lt2-distill-{os.getpid()}", **LOCAL)
+    try:
+        result = run_distill(context.step.config, context)
+    finally:
+        ray.shutdown()
+    assert (result["step"], result["kept"]) == (3, [])
+    assert result["kl"] == result["kl_loops"][-1] > 0
+    stored = {row["metric"]: row["value"] for row in ResultsStore(context.storage).results()}
+    assert stored["distillation/distillation/teacher_kl"] == result["kl"]
+    assert STEP_TYPES["distill"].config is type(context.step.config)

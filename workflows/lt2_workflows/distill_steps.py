@@ -1,0 +1,408 @@
+"""The steps of distillation: a stage, the choice of layers, an Ouro import, the stored top-k, items, and the retention.
+
+Importing this module imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lt2.config import AnyMixer, ConfigError, MixerConfig, ModelConfig
+from lt2.distill.select import best_layers, uniform_layers
+from lt2.train_config import TrainConfig
+from lt2_platform.distill.run import DistillRun, stage_config
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.console import amount, table
+from lt2_workflows.graph import Ref, Resources, StepConfig, step_type
+from lt2_workflows.local_ray import join_ray
+from lt2_workflows.steps import (
+    CheckpointRef,
+    DatasetRef,
+    EvaluationRef,
+    PretrainStep,
+    TrainResources,
+    dataset_facts,
+    planned_model,
+    train_options,
+)
+
+
+class SelectionRef(Ref):
+    """The layers that a select_layers step chose."""
+
+    accepts: ClassVar[str] = "selection"
+
+
+class TopKRef(Ref):
+    """A teacher's stored top-k."""
+
+    accepts: ClassVar[str] = "teacher_topk"
+
+
+# import_ouro
+
+
+class ImportOuroStep(StepConfig):
+    """An Ouro checkpoint's folder as a run of ours, so that it can be a teacher and be evaluated.
+
+    tokenizer: as prepare's; None takes the folder's tokenizer.json.
+    """
+
+    produces: ClassVar[str] = "checkpoint"
+    type: Literal["import_ouro"] = "import_ouro"
+    folder: str
+    tokenizer: str | None = None
+
+
+@step_type(ImportOuroStep, describe=lambda config, context: f"{config.folder} -> a checkpoint in fp32")
+def run_import_ouro(config: ImportOuroStep, context: StepContext) -> dict[str, Any]:
+    """Result: {"run", "step", "position", "tokens", "loss"}."""
+    from lt2_platform.distill.teacher import store_ouro
+
+    return {"run": context.run_id} | store_ouro(config.folder, context.out, tokenizer=config.tokenizer)
+
+
+# distill
+
+
+class DistillStep(StepConfig):
+    """One stage: `train.objective` is align (stage 1) or distill (stages 2 and 3).
+
+    Attributes:
+        teacher: a run or checkpoint with the same attention in every layer.
+        student: a run or checkpoint of an earlier stage to start from; None: the teacher, converted.
+        mixer, kept: as of DistillRun; kept may be what a select_layers step chose.
+        topk: the teacher's stored top-k, in place of asking it at every step.
+        score_sequences: held-out sequences on which the distance to the teacher is measured afterwards.
+    """
+
+    produces: ClassVar[str] = "checkpoint"
+    uses_ray: ClassVar[bool] = True
+    type: Literal["distill"] = "distill"
+    resources: TrainResources = TrainResources()
+    data: DatasetRef | str
+    teacher: CheckpointRef | str
+    student: CheckpointRef | str | None = None
+    mixer: AnyMixer | None = None
+    kept: SelectionRef | tuple[int, ...] | None = None
+    topk: TopKRef | str | None = None
+    score_sequences: int = Field(default=32, ge=1)
+    train: TrainConfig
+
+    @model_validator(mode="after")
+    def _objective(self) -> DistillStep:
+        if self.train.objective.type == "next_token":
+            raise ValueError("train.objective is next_token; give align (stage 1) or distill (stages 2 and 3)")
+        return self
+
+
+def describe_distill(config: DistillStep, context: StepContext) -> str:
+    """Objective, tokens and, where the teacher's config is known before it runs, parameters and FLOPs."""
+    from lt2.accounting import summarize
+
+    train = config.train
+    teacher = planned_teacher(config.teacher, context)
+    seq_len = dataset_facts(config.data, context, vocab_size=1)["seq_len"]
+    tokens = train.steps * train.global_batch_size * seq_len
+    parts = [f"{train.objective.type}, {train.steps:,} steps, {amount(tokens)} tokens in rows of {seq_len:,}"]
+    mixer, kept = planned_student(config, context)
+    parts.append(f"attention kept in {kept if isinstance(kept, str) else 'no layer' if not kept else list(kept)}")
+    if teacher is not None:
+        # Which layers keep attention hardly changes the cost.
+        run = DistillRun(mixer=mixer, kept=() if isinstance(kept, str) else kept, train=train)
+        cost = summarize(stage_config(run, teacher, None).model, seq_len)
+        flops = tokens * cost["training_flops_per_token"]
+        parts.append(f"{amount(cost['parameters']['total'])} parameters, {amount(flops)} FLOPs for the student alone")
+    return "; ".join(parts)
+
+
+def planned_teacher(teacher: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
+    """The teacher's config as far as the workflow, or the Ouro folder it imports, tells it before anything has run."""
+    from lt2.interop.ouro import config_from_ouro
+
+    source = context.workflow.configs[teacher.step] if isinstance(teacher, Ref) else None
+    if isinstance(source, ImportOuroStep) and (path := Path(source.folder, "config.json")).is_file():
+        return config_from_ouro(json.loads(path.read_text()))
+    return planned_model(source, context)[0] if isinstance(source, PretrainStep) else None
+
+
+def planned_student(config: DistillStep, context: StepContext) -> tuple[MixerConfig | None, tuple[int, ...] | str]:
+    """(mixer, layers that keep attention or who chooses them), from this stage or the stages it starts from."""
+    mixer, kept, student = config.mixer, config.kept, config.student
+    while (mixer is None or kept is None) and isinstance(student, Ref):
+        before = context.workflow.configs[student.step]
+        if not isinstance(before, DistillStep):
+            break
+        mixer, student = mixer or before.mixer, before.student
+        kept = before.kept if kept is None else kept
+    return mixer, f"the choice of {kept.step}" if isinstance(kept, SelectionRef) else kept or ()
+
+
+@step_type(DistillStep, describe=describe_distill)
+def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
+    """Result: as of run_pretrain, and "kept", and "kl" and "kl_loops" to the teacher on held-out text (nats/token)."""
+    from lt2_platform.distill.measure import checkpoint_kl
+    from lt2_platform.distill.run import distill
+    from lt2_platform.results import ResultsStore
+    from lt2_platform.train.checkpoint import read_info, resolve
+
+    teacher = context.path(config.teacher)
+    others = {name: getattr(config, name) for name in ("student", "topk")}
+    places = {name: None if place is None else context.path(place) for name, place in others.items()}
+    kept = config.kept
+    if isinstance(kept, SelectionRef):
+        kept = tuple(context.result(kept)["kept"])
+    data = context.path(config.data)
+    options = train_options(config.resources, context)
+    run = DistillRun(mixer=config.mixer, kept=kept, train=config.train)
+    summary = distill(run, teacher=teacher, **places, data=data, **options)
+    checkpoint = resolve(context.out)
+    layout: Any = read_info(checkpoint).model.layout
+    context.progress({"message": "distance to the teacher on held-out text"})
+    found = checkpoint_kl(
+        checkpoint,
+        teacher,
+        data,
+        max_sequences=config.score_sequences,
+        document_mask=config.train.document_mask,
+    )
+    row = {"task": "distillation", "n": found["tokens"], "unit": "nats/token", "step": summary["step"]}
+    rows = [row | {"metric": "teacher_kl", "value": found["kl"]}]
+    rows += [row | {"metric": f"teacher_kl_loop_{loop}", "value": kl} for loop, kl in enumerate(found["kl_loops"])]
+    ResultsStore(context.storage).log_eval(context.run_id, "distillation", rows)
+    result = {key: value for key, value in summary.items() if key != "checkpoint"}
+    measured = {"kl": found["kl"], "kl_loops": found["kl_loops"]}
+    return {"run": context.run_id, **result, "kept": list(layout.kept), **measured}
+
+
+# select_layers
+
+
+class SelectLayersStep(StepConfig):
+    """Which `count` layers keep attention (paper, Sec. Distilling).
+
+    Attributes:
+        method: "kl" ranks by the probes' distance to the teacher; "one_shot" by that of the untrained single-layer
+            students of a stage-1 student; "uniform" spaces them evenly and needs neither.
+        probes: of "kl": the short stage-2 runs, one per layer in order, the i-th with kept (i,).
+        teacher, student, data, sequences: of "one_shot": who is compared, on how many held-out sequences.
+    """
+
+    produces: ClassVar[str] = "selection"
+    type: Literal["select_layers"] = "select_layers"
+    method: Literal["kl", "one_shot", "uniform"]
+    count: int = Field(ge=1)
+    n_layers: int = Field(ge=1)
+    probes: tuple[CheckpointRef, ...] = ()
+    teacher: CheckpointRef | str | None = None
+    student: CheckpointRef | str | None = None
+    data: DatasetRef | str | None = None
+    sequences: int = Field(default=32, ge=1)
+
+    @model_validator(mode="after")
+    def _inputs(self) -> SelectLayersStep:
+        if self.count > self.n_layers:
+            raise ValueError(f"count {self.count} exceeds the {self.n_layers} layers there are")
+        if self.method == "kl" and len(self.probes) != self.n_layers:
+            raise ValueError(f"method kl needs one probe per layer, {self.n_layers}; there are {len(self.probes)}")
+        if self.method == "one_shot" and None in (self.teacher, self.student, self.data):
+            raise ValueError("method one_shot needs teacher, student (of stage 1) and data")
+        return self
+
+
+def describe_select(config: SelectLayersStep, context: StepContext) -> str:
+    how = {"kl": f"by {len(config.probes)} probes", "one_shot": "by swapping one layer at a time", "uniform": "evenly"}
+    return f"{config.count} of {config.n_layers} layers keep attention, chosen {how[config.method]}"
+
+
+@step_type(SelectLayersStep, describe=describe_select)
+def run_select_layers(config: SelectLayersStep, context: StepContext) -> dict[str, Any]:
+    """Result: {"kept": layers, "scores": KL of each layer's student, None where nothing was measured, "text"}."""
+    scores: list[float] | None = None
+    if config.method == "kl":
+        found = [context.result(probe) for probe in config.probes]
+        for layer, result in enumerate(found):
+            if result["kept"] != [layer]:
+                raise ConfigError(f"probe {config.probes[layer].step} keeps {result['kept']}, not [{layer}]")
+        scores = [result["kl"] for result in found]
+    elif config.method == "one_shot":
+        from lt2_platform.distill.measure import one_shot_scores
+
+        assert config.teacher is not None
+        assert config.student is not None
+        assert config.data is not None
+        scores = one_shot_scores(
+            *(context.path(place) for place in (config.student, config.teacher, config.data)),
+            max_sequences=config.sequences,
+            progress=context.progress,
+        )
+    if scores is None:
+        kept = uniform_layers(config.n_layers, config.count)
+    else:
+        kept = best_layers(scores, config.count)
+    rows = [
+        {"layer": layer, "KL with it alone kept": "" if scores is None else f"{scores[layer]:.4f}", "kept": mark}
+        for layer, mark in enumerate("yes" if layer in kept else "" for layer in range(config.n_layers))
+    ]
+    text = table(rows, ["layer", "KL with it alone kept", "kept"])
+    record = {"method": config.method, "kept": list(kept), "scores": scores}
+    context.storage.write_json(f"{context.step.folder}/out/selection.json", record)
+    return {"kept": list(kept), "scores": scores, "text": f"\nlayers that keep attention ({config.method})\n\n{text}\n"}
+
+
+# teacher_topk
+
+
+class TopKResources(Resources):
+    """num_workers tasks at a time; each loads the teacher, on `gpus_per_worker` of a GPU if there is one."""
+
+    gpus_per_worker: float = Field(default=1.0, ge=0)
+
+
+class TeacherTopKStep(StepConfig):
+    """The teacher's top-k of every training sequence, stored over Ray Data (see lt2_platform.distill.topk)."""
+
+    produces: ClassVar[str] = "teacher_topk"
+    uses_ray: ClassVar[bool] = True
+    type: Literal["teacher_topk"] = "teacher_topk"
+    resources: TopKResources = TopKResources()
+    teacher: CheckpointRef | str
+    data: DatasetRef | str
+    k: int = Field(default=64, ge=1)
+    final_only: bool = False
+    document_mask: bool = False
+    batch_size: int = Field(default=4, ge=1)
+
+
+@step_type(TeacherTopKStep, describe=lambda config, context: f"top {config.k} logits of every training token")
+def run_teacher_topk(config: TeacherTopKStep, context: StepContext) -> dict[str, Any]:
+    """Result: the manifest without identities."""
+    from lt2_platform.distill.topk import store_top_k
+
+    gpus = join_ray().get("GPU", 0)
+    record = store_top_k(
+        teacher=context.path(config.teacher),
+        data=context.path(config.data),
+        out=context.out,
+        k=config.k,
+        final_only=config.final_only,
+        document_mask=config.document_mask,
+        batch_size=config.batch_size,
+        parallelism=config.resources.num_workers,
+        num_gpus=config.resources.gpus_per_worker if gpus else 0,
+        progress=context.progress,
+    )
+    return {name: record[name] for name in ("k", "loops", "sequences", "seq_len")}
+
+
+# items
+
+
+class ItemsStep(StepConfig):
+    """A pack of test items made from a dataset's held-out text: continuations to choose among, and needles.
+
+    Attributes:
+        items: rows of the task `continuation`: which of four pieces of text follows; three are of other documents.
+        context, continuation: their lengths in tokens.
+        needles: tasks as NAME_LENGTH, e.g. niah_multikey_2_512; those that hide in essays cannot be made here.
+        needle_samples: of each.
+    """
+
+    produces: ClassVar[str] = "pack"
+    type: Literal["items"] = "items"
+    data: DatasetRef | str
+    items: int = Field(default=200, ge=1)
+    context: int = Field(default=160, ge=1)
+    continuation: int = Field(default=32, ge=1)
+    needles: tuple[str, ...] = ()
+    needle_samples: int = Field(default=50, ge=1)
+    seed: int = 0
+
+
+@step_type(ItemsStep)
+def run_items(config: ItemsStep, context: StepContext) -> dict[str, Any]:
+    """Result: {"tasks": names}."""
+    from lt2_platform.distill.items import make_pack
+
+    tasks = make_pack(
+        context.path(config.data),
+        context.out,
+        items=config.items,
+        context=config.context,
+        continuation=config.continuation,
+        needles=config.needles,
+        needle_samples=config.needle_samples,
+        seed=config.seed,
+    )
+    return {"tasks": tasks}
+
+
+# retention
+
+
+class RetentionStep(StepConfig):
+    """What students keep of their teacher: a table and a figure, and the loss of every stage.
+
+    Attributes:
+        teacher, students: evaluations on the same tasks; names label the columns.
+        stages: training runs in order, whose losses and distances to the teacher are listed.
+    """
+
+    produces: ClassVar[str] = "report"
+    type: Literal["retention"] = "retention"
+    title: str = "Distillation"
+    teacher: EvaluationRef
+    students: dict[str, EvaluationRef] = Field(min_length=1)
+    stages: dict[str, CheckpointRef] = {}
+
+
+@step_type(RetentionStep)
+def run_retention(config: RetentionStep, context: StepContext) -> dict[str, Any]:
+    """Writes out/retention.json, .txt and .png; result: {"text": both tables, for the terminal}."""
+    from lt2_platform.distill.retention import draw, retention_rows
+
+    students = {name: context.result(ref)["rows"] for name, ref in config.students.items()}
+    rows = retention_rows(context.result(config.teacher)["rows"], students)
+    stages = []
+    for name, ref in config.stages.items():
+        found = context.result(ref)
+        kept, kl = found.get("kept"), found.get("kl")
+        stages.append(
+            {
+                "stage": name,
+                "training loss": "" if found["loss"] is None else f"{found['loss']:.4f}",
+                "tokens": f"{found['tokens']:,}",
+                "KL to the teacher": "" if kl is None else f"{kl:.4f}",
+                "attention kept": "" if kept is None else ", ".join(map(str, kept)) or "none",
+            }
+        )
+    lines = [
+        {
+            "task": row["task"],
+            "metric": row["metric"],
+            "teacher": f"{row['teacher']:.4f}",
+            **{name: _cell(row["students"].get(name)) for name in students},
+        }
+        for row in rows
+    ]
+    text = f"\n{config.title}: what students keep (score, and share of the teacher's)\n\n"
+    text += table(lines, ["task", "metric", "teacher", *students]) + "\n"
+    if stages:
+        text += "\nstages (alignment's loss is a regression's, the others are KL in nats/token)\n\n"
+        text += table(stages, ["stage", "training loss", "tokens", "KL to the teacher", "attention kept"]) + "\n"
+    out = f"{context.step.folder}/out"
+    context.storage.write_json(f"{out}/retention.json", {"title": config.title, "rows": rows, "stages": stages})
+    context.storage.write_bytes(f"{out}/retention.txt", text.encode())
+    context.storage.write_bytes(f"{out}/retention.png", draw(rows, list(students), config.title))
+    return {"text": text}
+
+
+def _cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    share = "" if found["retention"] is None else f" ({100 * found['retention']:.1f} %)"
+    return f"{found['value']:.4f}{share}"
