@@ -1,4 +1,4 @@
-"""Sweeps on a real Ray Tune, over the engine's fake steps: failures, kills, early stopping; then over real training."""
+"""Sweeps on a real Ray Tune, over the engine's fake steps. Over real training, with kills: test_node_loss.py."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lt2.config import ConfigError
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_workflows.attempt import StepContext
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.records import died_here
+from lt2_workflows.sweep_command import sweep_workflow
+from lt2_workflows.sweep_step import run_shared
 from lt2_workflows.sweep_trial import replayed
 from tests.workflows.conftest import FAKE_STEPS, wait_until
 
@@ -49,58 +54,46 @@ def settings(trace: Path, *more: str) -> list[str]:
     return [part for item in (*items, *more) for part in ("--set", item)]
 
 
-def attempts(root: Path, step: str) -> int:
-    return len(list((root / "steps" / step / "attempts").iterdir()))
-
-
-def test_driver_killed_and_a_failing_trial(tmp_path):
-    """The driver is killed after the first of two trials has ended; only the second, which must fail, runs then."""
+def test_failing_and_worse_trials(tmp_path):
+    """Of four trials one ends, one fails, and two do worse from the start, so ASHA stops them with their processes."""
     root, trace = tmp_path / "storage", tmp_path / "trace"
-    arguments = [f"{FAKE_STEPS}:chain", *settings(trace, "second.pause_s=0.3", "third.resources.retries=0")]
-    arguments += ["--grid", "third.fail=['no', error]", "--grid", "second.lines=[3]", "--concurrent", "1"]
-    driver = start(root, *arguments)
-    wait_until(lambda: list((root / "steps").glob("sweep-*/out/trials/*.json")), "a trial", 200)
-    driver.kill()
-    driver.communicate()
-    before = records(root)
-    assert [record["state"] for record in before.values()] == ["done"]
-    output = finish(start(root, *arguments))
+    sets = ["second.lines=60", "second.pause_s=0.05", "third.resources.retries=0", "sweep.scheduler.step=second"]
+    arguments = [f"{FAKE_STEPS}:chain", *settings(trace, *sets, "sweep.scheduler.reduction=2")]
+    arguments += ["--grid", "second.loss=[1.0, 5.0]", "--grid", "third.fail=['no', error]"]
+    output = finish(start(root, *arguments, "--concurrent", "1", "--asha", "4"))
     found = records(root)
     assert {name: record["state"] for name, record in found.items()} == {
-        "fail-no-lines-3": "done",
-        "fail-error-lines-3": "failed",
+        "loss-1-0-fail-no": "done",
+        "loss-1-0-fail-error": "failed",
+        "loss-5-0-fail-no": "stopped",
+        "loss-5-0-fail-error": "stopped",
     }
-    assert "fail-error-lines-3 failed: third, attempt 1: ValueError: this step fails (log:" in output
-    assert before["fail-no-lines-3"] == found["fail-no-lines-3"]
-    assert [attempts(root, step) for step in found["fail-no-lines-3"]["steps"].values()] == [1, 1, 1]
-    # What all trials share ran once, whatever happened.
+    assert "loss-1-0-fail-error failed: third, attempt 1: ValueError: this step fails (log:" in output
+    assert "loss-5-0-fail-no stopped by the scheduler at step" in output
+    stopped = found["loss-5-0-fail-no"]
+    assert 4 <= stopped["last"]["step"] < 60
+    second = root / "steps" / stopped["steps"]["second"]
+    assert not (second / "done.json").exists()
+    lease = json.loads((second / "attempts/1/lease.json").read_text())
+    wait_until(lambda: died_here(lease), "the end of the stopped trial's step")
+    # What all trials share ran once.
     assert [path.name for path in trace.glob("first.attempt*")] == ["first.attempt1"]
     table = (sweep_folder(root) / "out/table.txt").read_text()
-    assert "fail=error lines=3" in table
+    assert "loss=1.0 fail=error" in table
     assert table in output
 
 
-def test_asha_stops_the_worse_trial_with_its_processes(tmp_path):
-    root, trace = tmp_path / "storage", tmp_path / "trace"
-    arguments = [f"{FAKE_STEPS}:chain", *settings(trace, "second.lines=100", "second.pause_s=0.04")]
-    arguments += ["--grid", "second.loss=[1.0, 5.0]", "--concurrent", "1", "--asha", "4"]
-    arguments += ["--set", "sweep.scheduler.step=second", "--set", "sweep.scheduler.reduction=2"]
-    output = finish(start(root, *arguments))
-    found = records(root)
-    assert (found["loss-1-0"]["state"], found["loss-5-0"]["state"]) == ("done", "stopped")
-    assert 4 <= found["loss-5-0"]["last"]["step"] < 100
-    assert "loss-5-0 stopped by the scheduler at step" in output
-    stopped = root / "steps" / found["loss-5-0"]["steps"]["second"]
-    assert not (stopped / "done.json").exists()
-    lease = json.loads((stopped / "attempts/1/lease.json").read_text())
-    wait_until(lambda: died_here(lease), "the end of the stopped trial's step")
-
-
-def test_a_bad_shared_step_fails_once(tmp_path):
-    root, trace = tmp_path / "storage", tmp_path / "trace"
-    arguments = [f"{FAKE_STEPS}:chain", *settings(trace, "first.fail=bad_input"), "--grid", "second.lines=[2, 3]"]
-    output = finish(start(root, *arguments), code=2)
-    assert "first, which every trial needs: the corpus is empty; give a source with text (log:" in output
+def test_a_bad_shared_step_fails_once_and_by_name(tmp_path):
+    trace, sets = tmp_path / "trace", ["first.fail=bad_input"]
+    trace.mkdir()
+    sets += [f"{name}.trace={trace}" for name in ("first", "second", "third")]
+    workflow = sweep_workflow(f"{FAKE_STEPS}:chain", sets, ["second.lines=[2, 3]"], None, {})
+    context = StepContext(Storage(str(tmp_path / "storage")), workflow, workflow.steps["sweep"], lambda values: None)
+    config = workflow.configs["sweep"]
+    trials = [replace(trial.workflow, recipe_file=FAKE_STEPS) for trial in config.expanded]
+    message = r"first, which every trial needs: the corpus is empty; give a source with text \(log: "
+    with pytest.raises(ConfigError, match=message):
+        run_shared(trials, context)
     assert [path.name for path in trace.iterdir()] == ["first.attempt1"]
 
 

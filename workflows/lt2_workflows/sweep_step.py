@@ -70,7 +70,7 @@ def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
     """
     environment = _environment(config.resources.concurrent)
     workflows = {trial.name: _workflow(trial, context) for trial in config.expanded}
-    _run_shared(list(workflows.values()), context)
+    run_shared(list(workflows.values()), context)
     records = run_trials(config, workflows, context, environment)
     failed = [record for record in records if record["state"] == "failed"]
     if len(failed) == len(records):
@@ -93,7 +93,7 @@ def _workflow(trial: Trial, context: StepContext) -> Workflow:
     return replace(trial.workflow, name=name, recipe_file=context.workflow.recipe_file, part_of=context.step.id)
 
 
-def _run_shared(workflows: Sequence[Workflow], context: StepContext) -> None:
+def run_shared(workflows: Sequence[Workflow], context: StepContext) -> None:
     """Run the steps that are the same in every trial, so that a bad source fails once and no trial waits for it."""
     from lt2_workflows import executor
 
