@@ -201,8 +201,8 @@ size was used.
 {chr(10).join(rates)}
 
 A run's fixed cost is {fixed} requests: {RUNS:,} runs cost {RUNS * fixed / 1e6:.2f} M, spread over their days.
-Limits assumed: {PUT_LIMIT:,} writes/s and {GET_LIMIT:,} reads/s per prefix (S3's published figures). A sweep is one
-workflow step whatever the number of its trials, so its heartbeats do not grow with them. The dashboard
+Limits assumed: {PUT_LIMIT:,} writes/s and {GET_LIMIT:,} reads/s per prefix (S3's published figures). The steps of a
+sweep's running trials beat like any others, those that wait or have ended not at all. The dashboard
 reads the manifest and the journals of live runs, never every run;
 `benchmarks/dashboard.py` measures it at {RUNS:,} runs.
 

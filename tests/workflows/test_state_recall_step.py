@@ -24,7 +24,10 @@ def test_a_small_curriculum_and_what_it_stores(tmp_path):
     assert 0 <= stored["state_recall/state_recall_5/final"] <= 1
 
 
-def test_the_grid_covers_the_paper():
-    workflow = load_workflow("state_recall_grid")
-    assert len(workflow.steps) == 11 * 4
-    assert {step.config.n_loops for step in workflow.steps.values()} == {1, 2, 4, 8}
+def test_the_sweep_covers_the_paper():
+    trials = load_workflow("sweep_state_recall:paper").configs["sweep"].expanded
+    assert len(trials) == 11 * 4
+    steps = {trial.workflow.configs["recall"].model_dump_json() for trial in trials}
+    assert len(steps) == 11 * 4
+    assert {trial.workflow.configs["recall"].n_loops for trial in trials} == {1, 2, 4, 8}
+    assert {trial.workflow.configs["recall"].max_steps for trial in trials} == {100_000}

@@ -163,8 +163,8 @@ def test_command_on_any_recipe():
     ]
     assert sweep.seed_keys == ("pretrain.train.seed",)
     assert "report" in sweep.expanded[0].workflow.steps
-    recall = command("state_recall", grid=["full.n_loops=[1, 2]"], seeds="1,2")
-    assert {trial.workflow.configs["full"].seed for trial in recall.expanded} == {1, 2}
+    recall = command("state_recall", seeds="1,2")
+    assert {trial.workflow.configs["recall"].seed for trial in recall.expanded} == {1, 2}
 
 
 @pytest.mark.parametrize(

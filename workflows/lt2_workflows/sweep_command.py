@@ -6,11 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
+SHIPPED = ("ratio", "pattern", "level", "gate", "mixers", "loops", "state_recall")
+
 NameArgument = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="ratio, pattern, level, gate, mixers, loops, perhaps with a size (ratio:1.3b); or a RECIPE with --grid.",
+        help="ratio, pattern, level, gate, mixers, loops or state_recall, perhaps with a size (ratio:1.3b); or a RECIPE.",
     ),
 ]
 
@@ -26,9 +28,7 @@ def sweep_workflow(name: str, set_: list[str], grid: list[str], seeds: str | Non
     else:
         base = load_workflow(name)
         if not grid:
-            raise ConfigError(
-                f"{name} is not a sweep (ratio, pattern, level, gate, mixers, loops); give --grid as well"
-            )
+            raise ConfigError(f"{name} is not a sweep ({', '.join(SHIPPED)}); give --grid as well")
         raw = {"type": "sweep", "steps": base.record()["steps"], "seed_keys": seed_keys(base)}
         record = {"workflow": f"sweep_{base.name}", "recipe_file": base.recipe_file, "steps": {"sweep": raw}}
     step = record["steps"]["sweep"]

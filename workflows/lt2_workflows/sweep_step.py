@@ -54,12 +54,14 @@ def describe_sweep(config: SweepStep, context: StepContext) -> str:
 
 
 def _cost(trial: Trial, context: StepContext) -> str:
-    inner = replace(context, workflow=trial.workflow)
-    for name, step in trial.workflow.steps.items():
-        describe = STEP_TYPES[step.config.type].describe
-        if describe is not None and hasattr(step.config, "train"):
-            return f"{name}: {describe(step.config, replace(inner, step=step))}"
-    return ""
+    """What the trial's training, or else its last step that can say, would do."""
+    described = [name for name, step in trial.workflow.configs.items() if STEP_TYPES[step.type].describe]
+    name = training_step(trial) or (described[-1] if described else "")
+    step = trial.workflow.steps.get(name)
+    describe = STEP_TYPES[step.config.type].describe if step else None
+    if step is None or describe is None:
+        return ""
+    return f"{name}: {describe(step.config, replace(context, workflow=trial.workflow, step=step))}"
 
 
 @step_type(SweepStep, check=check_sweep, describe=describe_sweep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lt2.config import HybridLayout, Layout, MixerConfig, UniformLayout
+from lt2.config import ConfigError, HybridLayout, Layout, MixerConfig, UniformLayout
 from lt2.mixer_configs import (
     DSAConfig,
     FullConfig,
@@ -14,6 +14,7 @@ from lt2.mixer_configs import (
 )
 from lt2_workflows.graph import Workflow
 from lt2_workflows.state_recall_step import StateRecallStep
+from lt2_workflows.sweeps import SweepStep, TrialConfig
 
 FULL, GDN = FullConfig(), GatedDeltaNetConfig(allow_neg_eigval=True)
 WINDOW = WindowConfig(window=64)
@@ -46,21 +47,29 @@ def state_recall() -> Workflow:
     Measured once: after 600 of its 4,000 steps (5.5 minutes on a busy machine) neither architecture was above 0.84,
     what guessing reaches, so whether it solves a stage in its budget is not known.
     """
-    small = {"n_layers": 2, "dim": 64, "num_heads": 2, "n_loops": 2, "stages": (8, 16)}
+    return Workflow("state_recall", {name: small(name) for name in ("full", "full-gdn")})
+
+
+def sweep_state_recall(size: str = "cpu") -> Workflow:
+    """State-based recall by architecture and loops, a trial each: two on two cores, or sweep_state_recall:paper."""
+    if size not in ("cpu", "paper"):
+        raise ConfigError(f"unknown size {size!r} of sweep_state_recall; choose cpu or paper")
+    names, depths = (ARCHITECTURES, (1, 2, 4, 8)) if size == "paper" else (("full", "full-gdn"), (1, 2))
+    base = StateRecallStep(layout=ARCHITECTURES["full"]) if size == "paper" else small("full")
+    trials = tuple(
+        TrialConfig(
+            group=name,
+            label=f"T = {n_loops}",
+            settings={"recall.layout": ARCHITECTURES[name].model_dump(mode="json"), "recall.n_loops": n_loops},
+        )
+        for name in names
+        for n_loops in depths
+    )
+    steps = Workflow("recipe", {"recall": base}).record()["steps"]
+    return Workflow("sweep_state_recall", {"sweep": SweepStep(steps=steps, trials=trials, seed_keys=("recall.seed",))})
+
+
+def small(name: str) -> StateRecallStep:
+    sizes = {"n_layers": 2, "dim": 64, "num_heads": 2, "n_loops": 2, "stages": (8, 16)}
     quick = {"max_steps": 4000, "eval_every": 100, "eval_examples": 128, "lr": 2e-3, "warmup_steps": 100}
-    return Workflow(
-        "state_recall",
-        {name: StateRecallStep(layout=ARCHITECTURES[name], **small, **quick) for name in ("full", "full-gdn")},
-    )
-
-
-def state_recall_grid() -> Workflow:
-    """State-based recall as in the paper: eleven architectures at 1, 2, 4 and 8 loops."""
-    return Workflow(
-        "state_recall_grid",
-        {
-            f"{name}-t{n_loops}": StateRecallStep(layout=layout, n_loops=n_loops)
-            for name, layout in ARCHITECTURES.items()
-            for n_loops in (1, 2, 4, 8)
-        },
-    )
+    return StateRecallStep(layout=ARCHITECTURES[name], **sizes, **quick)
