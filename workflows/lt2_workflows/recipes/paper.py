@@ -1,0 +1,167 @@
+"""The paper from text to report in one workflow: pretrain a looped transformer, turn it into an LT2-hybrid, compare.
+
+prepare -> pretrain (Looped Transformer) -> evaluate -> distill (alignment, choice of layers, logits) -> long context ->
+evaluate -> retention and report. Sizes of the stages are the paper's (Sec. Distilling), the model its 1.3B.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt2.config import UniformLayout
+from lt2.mixer_configs import FullConfig
+from lt2.objective_configs import AlignConfig, DistillConfig
+from lt2.train_config import TrainConfig
+from lt2_platform.data.source_configs import OpenThoughtsConfig
+from lt2_platform.distill.run import NEW_MIXER
+from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
+from lt2_platform.train.config import PretrainModel
+from lt2_workflows.distill_steps import DistillStep, ItemsStep, RetentionStep, SelectionRef, SelectLayersStep
+from lt2_workflows.document_step import DocumentStep
+from lt2_workflows.graph import Ref, StepConfig, Workflow
+from lt2_workflows.recipes.models import paper_model
+from lt2_workflows.recipes.pretrain import pretrain_13b
+from lt2_workflows.steps import (
+    CheckpointRef,
+    DatasetRef,
+    EvaluateStep,
+    EvaluationRef,
+    PackRef,
+    PrepareStep,
+    PretrainStep,
+    TrainResources,
+)
+
+LONG = 32_768
+TEACHER, ALIGNED = CheckpointRef(step="pretrain"), CheckpointRef(step="align")
+
+
+def paper_end_to_end() -> Workflow:
+    """Looped Transformer 1.3B on 100B tokens, distilled to Full+GDN 1:4, extended to 32,768 tokens, evaluated, reported.
+
+    Stages of 100M tokens at 512, 600M at 4,096 and 600M at 32,768; 4 of 20 layers keep attention, chosen by 20 probes.
+    """
+    scratch = pretrain_13b("looped-transformer").configs
+    prepare, pretrain = scratch["prepare"], scratch["pretrain"]
+    assert isinstance(prepare, PrepareStep)
+    assert isinstance(pretrain, PretrainStep)
+    # Positions beyond those it was pretrained on; RoPE needs no weights for them.
+    model = paper_model("looped-transformer", "1.3b", seq_len=LONG)
+    pretrain = pretrain.model_copy(update={"model": PretrainModel.model_validate(model.model_dump())})
+    layers, kept = model.n_layers, model.n_layers // 5
+    gpus = TrainResources(num_workers=8, use_gpu=True)
+    train: dict[str, Any] = {"activation_checkpoint": True, "checkpoint_every": 200}
+    logits = DistillConfig(k=64, rest_lr_scale=0.07)
+    at_4k = train | {"objective": logits, "global_batch_size": 64, "micro_batch_size": 2, "lr": 1e-4, "warmup_steps": 20}
+    stage: dict[str, Any] = {"teacher": TEACHER, "data": DatasetRef(step="prepare"), "resources": gpus}
+    short: dict[str, Any] = {"objective": AlignConfig(), "global_batch_size": 256, "micro_batch_size": 16, "lr": 1e-3}
+    long: dict[str, Any] = {"objective": logits, "global_batch_size": 8, "micro_batch_size": 1, "min_lr_ratio": 1.0}
+    probes = [f"probe-{layer}" for layer in range(layers)]
+    steps: dict[str, StepConfig] = {
+        "prepare": prepare,
+        "prepare-short": prepare.model_copy(update={"seq_len": 512}),
+        "prepare-long": PrepareStep(
+            source=OpenThoughtsConfig(path="openthoughts3", loss="all"),
+            tokenizer=prepare.tokenizer,
+            seq_len=LONG,
+            validation_fraction=0.001,
+        ),
+        "pretrain": pretrain,
+        "align": DistillStep(
+            teacher=TEACHER,
+            data=DatasetRef(step="prepare-short"),
+            mixer=NEW_MIXER,
+            train=TrainConfig(steps=763, warmup_steps=20, **train, **short),
+            resources=gpus,
+        ),
+        **{
+            name: DistillStep(student=ALIGNED, kept=(layer,), train=TrainConfig(steps=40, **at_4k), **stage)
+            for layer, name in enumerate(probes)
+        },
+        "select": SelectLayersStep(
+            method="kl", count=kept, n_layers=layers, probes=tuple(CheckpointRef(step=name) for name in probes)
+        ),
+        "distill": DistillStep(
+            student=ALIGNED, kept=SelectionRef(step="select"), train=TrainConfig(steps=2289, **at_4k), **stage
+        ),
+        "long-context": DistillStep(
+            teacher=TEACHER,
+            student=CheckpointRef(step="distill"),
+            data=DatasetRef(step="prepare-long"),
+            train=TrainConfig(steps=2289, lr=1e-4, **train, **long),
+            resources=gpus,
+        ),
+    }
+    suites = tuple(HarnessConfig(pack="packs/paper", suite=suite) for suite in ("core", "needles", "ruler", "reasoning"))
+    evaluation = {
+        "data": DatasetRef(step="prepare"),
+        "tasks": (PerplexityConfig(batch_size=4, max_sequences=512), *suites),
+    }
+    return finished("paper_end_to_end", steps, evaluation)
+
+
+def paper_end_to_end_small() -> Workflow:
+    """Every stage of paper_end_to_end on two cores in about a minute: too small to learn anything but that it runs."""
+    data, long = DatasetRef(step="prepare"), DatasetRef(step="prepare-long")
+    train: dict[str, Any] = {"global_batch_size": 8, "lr": 3e-3, "warmup_steps": 2, "checkpoint_every": 50}
+    logits = DistillConfig(k=32, rest_lr_scale=0.3)
+    text: dict[str, Any] = {"source": "python-stdlib", "tokenizer": "byte", "max_documents": 60}
+    stage: dict[str, Any] = {"teacher": TEACHER, "data": data}
+    layers = 4
+    model = PretrainModel(
+        dim=32,
+        n_layers=layers,
+        n_loops=2,
+        num_heads=2,
+        ffn_hidden=64,
+        layout=UniformLayout(mixer=FullConfig()),
+    )
+    steps: dict[str, StepConfig] = {
+        "prepare": PrepareStep(seq_len=64, validation_fraction=0.1, **text),
+        "prepare-long": PrepareStep(seq_len=256, validation_fraction=0.1, **text),
+        "pretrain": PretrainStep(data=data, model=model, train=TrainConfig(steps=40, **train)),
+        "align": DistillStep(mixer=NEW_MIXER, train=TrainConfig(objective=AlignConfig(), steps=12, **train), **stage),
+        "select": SelectLayersStep(
+            method="one_shot", count=1, n_layers=layers, student=ALIGNED, sequences=8, **stage
+        ),
+        "distill": DistillStep(
+            student=ALIGNED,
+            kept=SelectionRef(step="select"),
+            train=TrainConfig(objective=logits, steps=12, **train),
+            **stage,
+        ),
+        "long-context": DistillStep(
+            teacher=TEACHER,
+            student=CheckpointRef(step="distill"),
+            data=long,
+            train=TrainConfig(objective=logits, steps=6, **train),
+        ),
+        "items": ItemsStep(data=long, items=12, context=48, continuation=16),
+    }
+    evaluation = {
+        "data": long,
+        "pack": PackRef(step="items"),
+        "tasks": (PerplexityConfig(max_sequences=8), HarnessConfig(tasks=("continuation",))),
+    }
+    return finished("paper_end_to_end_small", steps, evaluation)
+
+
+def finished(name: str, steps: dict[str, StepConfig], evaluation: dict[str, Any]) -> Workflow:
+    """The workflow with evaluations of teacher, stage 2 and stage 3, what they keep of the teacher, and the report."""
+    models = {"pretrain": "Looped Transformer", "distill": "LT2-hybrid", "long-context": "LT2-hybrid, long context"}
+    evaluations = {run: f"evaluate-{run}" for run in models}
+    students = {models[run]: EvaluationRef(step=step) for run, step in evaluations.items() if run != "pretrain"}
+    return Workflow(
+        name,
+        steps
+        | {step: EvaluateStep(checkpoint=CheckpointRef(step=run), **evaluation) for run, step in evaluations.items()}
+        | {
+            "retention": RetentionStep(
+                title="From Looped Transformer to LT2-hybrid",
+                teacher=EvaluationRef(step=evaluations["pretrain"]),
+                students=students,
+                stages={models.get(run, run): CheckpointRef(step=run) for run in ("align", *models) if run != "pretrain"},
+            ),
+            "report": DocumentStep(steps=(Ref(step="retention"),)),
+        },
+    )
