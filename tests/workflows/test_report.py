@@ -90,15 +90,18 @@ def test_which_workflow_is_meant(storage):
 
 
 def test_results_become_tables():
-    parts = list(
-        result_parts(
-            {"loss": 1.5, "text": "not shown", "splits": {"train": {"tokens": 7}}, "rows": [{"a": 1, "b": "x"}]}
-        )
-    )
+    parts = list(result_parts({"loss": 1.5, "splits": {"train": {"tokens": 7}}, "rows": [{"a": 1, "b": "x"}]}))
     assert [(list(part.columns), [list(row) for row in part.rows]) for part in parts] == [
         (["", "value"], [["loss", 1.5], ["splits.train.tokens", 7]]),
         (["a", "b"], [[1, "x"]]),
     ]
+
+
+def test_what_a_step_printed_is_kept_as_it_is():
+    (part,) = result_parts({"text": "\na  b\n1  <2>\n", "rows": [{"a": 1}]})
+    section = Section("s", [part])
+    assert "```\na  b\n1  <2>\n```" in as_markdown("t", [section])
+    assert "a  b\n1  &lt;2&gt;</pre>" in as_html("t", [section])
 
 
 def test_names_cannot_break_the_page():

@@ -42,12 +42,22 @@ class Plot:
     caption: str
 
 
+@dataclass(frozen=True)
+class Printed:
+    """What a step printed, in columns of its own."""
+
+    text: str
+
+
+Part = str | Table | Plot | Printed
+
+
 @dataclass
 class Section:
-    """A heading, and under it paragraphs (str), tables and plots."""
+    """A heading, and under it paragraphs (str) and the rest."""
 
     title: str
-    parts: list[str | Table | Plot] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 def write_report(storage: Storage, workflow: str, out: str | None = None, *, steps: Sequence[str] = ()) -> str:
@@ -83,7 +93,7 @@ def _overview(storage: Storage, item: Mapping[str, Any], steps: Sequence[Mapping
         rows.append([step["name"], step["state"], step["attempt"], duration(seconds) if seconds else "", step["id"]])
         code |= {"git": state["provenance"]["git"]} | state["provenance"]["packages"] if "provenance" in state else {}
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    parts: list[str | Table | Plot] = [f"Workflow {item['id']}, storage {storage.root}, written {made}."]
+    parts: list[Part] = [f"Workflow {item['id']}, storage {storage.root}, written {made}."]
     parts.append(Table(["step", "state", "attempts", "last attempt took", "id"], rows))
     parts += [f"{step['name']}: {step['error']} (log: {step['log']})" for step in steps if step["error"]]
     if code:
@@ -101,16 +111,18 @@ def _step_sections(storage: Storage, steps: Sequence[Mapping[str, Any]]) -> Iter
         if config["type"] == "sweep":
             if result:
                 section.parts += sweep_parts(store, storage.read_json(f"{folder}/out/sweep.json"))
-        elif config["type"] not in ("report", "document"):
+        elif config["type"] != "document":
             section.parts += [*curve_parts(store, {step["name"]: step["id"]}), *result_parts(result)]
         if section.parts:
             yield section
 
 
-def result_parts(result: Mapping[str, Any]) -> Iterator[str | Table | Plot]:
-    """Whatever a step returned: its numbers and words as one table, each list of flat records as one of its own."""
-    flat = _flat({key: value for key, value in result.items() if key != "text"})
-    if flat:
+def result_parts(result: Mapping[str, Any]) -> Iterator[Part]:
+    """Whatever a step returned: what it printed, or its numbers as a table and each list of flat records as one."""
+    if "text" in result:
+        yield Printed(result["text"].strip("\n"))
+        return
+    if flat := _flat(result):
         yield Table(["", "value"], list(flat.items()))
     for value in result.values():
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
@@ -148,7 +160,7 @@ def curve_parts(store: ResultsStore, runs: Mapping[str, str]) -> Iterator[Plot]:
             yield Plot(line_chart(drawn, x="step", y=label), f"{label} by step{left_out}")
 
 
-def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[str | Table | Plot]:
+def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]:
     """The table of a sweep (see `sweep_step.write_table`), ours and the paper's perplexity as dots, and the curves."""
     rows, with_paper = sweep["rows"], sweep["paper"] is not None
     yield sweep["title"] + "."
@@ -216,6 +228,8 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
                 lines.append(f"![{part.caption}](figure-{figure}.svg)")
             elif isinstance(part, Table):
                 lines += _markdown_table(part)
+            elif isinstance(part, Printed):
+                lines += ["```", part.text, "```"]
             else:
                 lines.append(part)
     return "\n".join(lines) + "\n"
@@ -261,6 +275,8 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
                 body.append(f"<figure>{part.svg}<figcaption>{html.escape(part.caption)}</figcaption></figure>")
             elif isinstance(part, Table):
                 body.append(_html_table(part))
+            elif isinstance(part, Printed):
+                body.append(f'<pre class="wide">{html.escape(part.text)}</pre>')
             else:
                 body.append(f"<p>{html.escape(part)}</p>")
     return PAGE.format(title=html.escape(title), body="\n".join(body))

@@ -37,7 +37,7 @@ TEACHER, ALIGNED = CheckpointRef(step="pretrain"), CheckpointRef(step="align")
 
 
 def paper_end_to_end() -> Workflow:
-    """Looped Transformer 1.3B on 100B tokens, distilled to Full+GDN 1:4, extended to 32,768 tokens, evaluated, reported.
+    """Looped Transformer 1.3B on 100B tokens, distilled to Full+GDN 1:4, extended to 32k tokens, evaluated, reported.
 
     Stages of 100M tokens at 512, 600M at 4,096 and 600M at 32,768; 4 of 20 layers keep attention, chosen by 20 probes.
     """
@@ -52,7 +52,14 @@ def paper_end_to_end() -> Workflow:
     gpus = TrainResources(num_workers=8, use_gpu=True)
     train: dict[str, Any] = {"activation_checkpoint": True, "checkpoint_every": 200}
     logits = DistillConfig(k=64, rest_lr_scale=0.07)
-    at_4k = train | {"objective": logits, "global_batch_size": 64, "micro_batch_size": 2, "lr": 1e-4, "warmup_steps": 20}
+    at_4k: dict[str, Any] = {
+        **train,
+        "objective": logits,
+        "global_batch_size": 64,
+        "micro_batch_size": 2,
+        "lr": 1e-4,
+        "warmup_steps": 20,
+    }
     stage: dict[str, Any] = {"teacher": TEACHER, "data": DatasetRef(step="prepare"), "resources": gpus}
     short: dict[str, Any] = {"objective": AlignConfig(), "global_batch_size": 256, "micro_batch_size": 16, "lr": 1e-3}
     long: dict[str, Any] = {"objective": logits, "global_batch_size": 8, "micro_batch_size": 1, "min_lr_ratio": 1.0}
@@ -92,7 +99,9 @@ def paper_end_to_end() -> Workflow:
             resources=gpus,
         ),
     }
-    suites = tuple(HarnessConfig(pack="packs/paper", suite=suite) for suite in ("core", "needles", "ruler", "reasoning"))
+    suites = tuple(
+        HarnessConfig(pack="packs/paper", suite=suite) for suite in ("core", "needles", "ruler", "reasoning")
+    )
     evaluation = {
         "data": DatasetRef(step="prepare"),
         "tasks": (PerplexityConfig(batch_size=4, max_sequences=512), *suites),
@@ -119,22 +128,20 @@ def paper_end_to_end_small() -> Workflow:
     steps: dict[str, StepConfig] = {
         "prepare": PrepareStep(seq_len=64, validation_fraction=0.1, **text),
         "prepare-long": PrepareStep(seq_len=256, validation_fraction=0.1, **text),
-        "pretrain": PretrainStep(data=data, model=model, train=TrainConfig(steps=40, **train)),
-        "align": DistillStep(mixer=NEW_MIXER, train=TrainConfig(objective=AlignConfig(), steps=12, **train), **stage),
-        "select": SelectLayersStep(
-            method="one_shot", count=1, n_layers=layers, student=ALIGNED, sequences=8, **stage
-        ),
+        "pretrain": PretrainStep(data=data, model=model, train=TrainConfig(steps=20, **train)),
+        "align": DistillStep(mixer=NEW_MIXER, train=TrainConfig(objective=AlignConfig(), steps=6, **train), **stage),
+        "select": SelectLayersStep(method="one_shot", count=1, n_layers=layers, student=ALIGNED, sequences=8, **stage),
         "distill": DistillStep(
             student=ALIGNED,
             kept=SelectionRef(step="select"),
-            train=TrainConfig(objective=logits, steps=12, **train),
+            train=TrainConfig(objective=logits, steps=6, **train),
             **stage,
         ),
         "long-context": DistillStep(
             teacher=TEACHER,
             student=CheckpointRef(step="distill"),
             data=long,
-            train=TrainConfig(objective=logits, steps=6, **train),
+            train=TrainConfig(objective=logits, steps=4, **train),
         ),
         "items": ItemsStep(data=long, items=12, context=48, continuation=16),
     }
@@ -160,7 +167,9 @@ def finished(name: str, steps: dict[str, StepConfig], evaluation: dict[str, Any]
                 title="From Looped Transformer to LT2-hybrid",
                 teacher=EvaluationRef(step=evaluations["pretrain"]),
                 students=students,
-                stages={models.get(run, run): CheckpointRef(step=run) for run in ("align", *models) if run != "pretrain"},
+                stages={
+                    models.get(run, run): CheckpointRef(step=run) for run in ("align", *models) if run != "pretrain"
+                },
             ),
             "report": DocumentStep(steps=(Ref(step="retention"),)),
         },
