@@ -153,7 +153,7 @@ def paper_end_to_end_small() -> Workflow:
     return finished("paper_end_to_end_small", steps, evaluation)
 
 
-def finished(name: str, steps: dict[str, StepConfig], evaluation: dict[str, Any]) -> Workflow:
+def finished(name: str, steps: dict[str, StepConfig], evaluation: dict[str, Any]):
     """The workflow with evaluations of teacher, stage 2 and stage 3, what they keep of the teacher, and the report."""
     models = {"pretrain": "Looped Transformer", "distill": "LT2-hybrid", "long-context": "LT2-hybrid, long context"}
     evaluations = {run: f"evaluate-{run}" for run in models}
