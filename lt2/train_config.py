@@ -46,6 +46,7 @@ class TrainConfig(Config):
     keep_checkpoints: int = Field(default=2, gt=0)
     keep_every: int | None = Field(default=None, gt=0)
     keep_best: bool = True
+    async_save: bool = True
     save_patience_s: float = Field(default=900.0, ge=0)
     rollbacks: int = Field(default=2, ge=0)
     hang_factor: float = Field(default=10.0, gt=1)

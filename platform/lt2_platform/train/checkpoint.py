@@ -24,15 +24,15 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM
 from lt2.training import TrainState
 from lt2_platform.storage import Storage
+from lt2_platform.train.ranks import Group, from_rank_zero, gather, on_rank_zero, rank, world_size
 from lt2_platform.train.retention import Keep, kept, note_best, read_best
-from lt2_platform.train.shards import STORAGE_ERRORS, StorageRefusedError, load_shards, save_shards, saved_names
+from lt2_platform.train.shards import StorageRefusedError, load_shards, save_shards, saved_names
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,14 @@ class CheckpointInfo:
     state: TrainState
 
 
-def save(
+def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, **options: Any) -> str:
+    """`write` what the model and the optimizer hold now. Collective."""
+    return write(folder, contents(model, optimizer), state, **options)
+
+
+def write(
     folder: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, Any],
     state: TrainState,
     *,
     config: ModelConfig,
@@ -68,10 +72,13 @@ def save(
     train: dict[str, Any] | None = None,
     keep: Keep | int = 2,
     validation_loss: float | None = None,
+    pinned: Callable[[], set[str]] = set,
+    group: Group = None,
 ) -> str:
     """Write `<folder>/step-…` and return its URI; then drop what `keep` (a number: so many) does not. Collective.
 
-    validation_loss, if this very step was evaluated, makes it a candidate for the best checkpoint.
+    tensors: `contents`, or a copy of them. validation_loss, if this very step was evaluated, makes it a candidate for
+    the best checkpoint. pinned(): names that must stay for now, asked on rank 0.
     Raises StorageRefusedError on every rank when storage does not take it; nothing of it is left then, if possible.
 
     tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint.
@@ -84,7 +91,7 @@ def save(
         "train": train or {},
         "state": asdict(state),
         "validation_loss": validation_loss,
-        "world_size": _world_size(),
+        "world_size": world_size(),
         "versions": {package: version(package) for package in ("lt2", "torch")},
     }
 
@@ -97,17 +104,17 @@ def save(
             note_best(folder, name, validation_loss)
         names = complete(folder)
         stay = kept(names, Keep(keep) if isinstance(keep, int) else keep, (read_best(folder) or {}).get("checkpoint"))
-        for old in (name for name in names if name not in stay):
+        for old in (name for name in names if name not in stay | pinned()):
             delete(folder, old)
 
-    on_rank_zero(lambda: delete(folder, name))  # what a kill or a damaged file left under this name
+    on_rank_zero(lambda: delete(folder, name), group)  # what a kill or a damaged file left under this name
     try:
-        written = save_shards(_tensors(model, optimizer), storage, name)
-        files = {path: record for part in _gather(written) for path, record in part.items()}
-        on_rank_zero(finish)
+        written = save_shards(tensors, storage, name, group)
+        files = {path: record for part in gather(written, group) for path, record in part.items()}
+        on_rank_zero(finish, group)
     except StorageRefusedError:
         with suppress(StorageRefusedError):
-            on_rank_zero(lambda: delete(folder, name))  # on a full disk the half of it is what is in the way
+            on_rank_zero(lambda: delete(folder, name), group)  # on a full disk the half of it is what is in the way
         raise
     return storage.join(name)
 
@@ -132,7 +139,7 @@ def latest(folder: str) -> str | None:
     storage = Storage(folder)
     names = from_rank_zero(complete(folder))  # every rank must walk the same listing
     for name in reversed(names):
-        problems = [p for part in _gather(damage(storage.join(name), _rank(), _world_size())) for p in part]
+        problems = [p for part in gather(damage(storage.join(name), rank(), world_size())) for p in part]
         if not problems:
             return storage.join(name)
         log.error("checkpoint %s is damaged and skipped: %s", storage.join(name), "; ".join(problems))
@@ -247,8 +254,8 @@ def load(uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainS
     """
     saved = saved_names(Storage(uri))
     _allocate_state(model, optimizer, saved)
-    mine = {key: value for key, value in _rng().items() if f"rng.{_rank()}.{key}" in saved}
-    target = _tensors(model, optimizer) | {"rng": {str(_rank()): mine}}
+    mine = {key: value for key, value in _rng().items() if f"rng.{rank()}.{key}" in saved}
+    target = contents(model, optimizer) | {"rng": {str(rank()): mine}}
     load_shards(target, Storage(uri))  # in place: state dicts alias parameters and moments
     if "cpu" in mine:
         torch.set_rng_state(mine["cpu"])
@@ -274,10 +281,10 @@ def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
     return model.eval(), info.model, {**info.tokenizer, "file": Storage(uri).join(file) if file else None}
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything but the step counters; parameters of a sharded model are DTensors here, so each rank writes a part."""
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything but the step counters, not copied; a sharded model's are DTensors, so each rank writes a part."""
     moments = {name: optimizer.state[p] for name, p in _trained(model, optimizer) if p in optimizer.state}
-    return {"model": model.state_dict(), "optimizer": moments, "rng": {str(_rank()): _rng()}}
+    return {"model": model.state_dict(), "optimizer": moments, "rng": {str(rank()): _rng()}}
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -309,45 +316,3 @@ def delete(folder: str, name: str) -> None:
     # COMPLETE goes first: a kill in between leaves an orphan, never a checkpoint with missing files.
     storage.delete(f"{name}/{COMPLETE}")
     storage.delete(name)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def is_rank_zero() -> bool:
-    return _rank() == 0
-
-
-def on_rank_zero(function: Callable[[], None]) -> None:
-    """Call it on rank 0; if it fails every rank raises, StorageRefusedError where storage is why. Collective."""
-    caught: Exception | None = None
-    if _rank() == 0:
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001  the other ranks would wait for ever
-            caught = error
-    refused, text = from_rank_zero((isinstance(caught, STORAGE_ERRORS), caught and str(caught)))
-    if refused:
-        raise StorageRefusedError(f"rank 0: {text}") from caught
-    if caught is not None:
-        raise caught
-    if text is not None:
-        raise RuntimeError(f"rank 0 failed: {text}")
-
-
-def from_rank_zero(value: Any) -> Any:
-    """Rank 0's `value`, on every rank. Collective."""
-    return _gather(value)[0]
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * _world_size()
-    dist.all_gather_object(values, value)
-    return values

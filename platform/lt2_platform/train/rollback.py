@@ -15,7 +15,7 @@ from typing import Any
 from lt2.guard import NonFiniteLossError
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint
+from lt2_platform.train import checkpoint, ranks
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Rollbacks:
 
     def positions(self) -> frozenset[int]:
         """Where the batches to skip begin in the global order. Collective."""
-        return frozenset(checkpoint.from_rank_zero([record["position"] for record in self._read()]))
+        return frozenset(ranks.from_rank_zero([record["position"] for record in self._read()]))
 
     def record(self, error: NonFiniteLossError) -> None:
         """Note that `error` is to be rolled back, or raise it if that has happened too often. Collective."""
@@ -46,13 +46,13 @@ class Rollbacks:
                 position=error.position,
                 origin=error.origin,
             )
-        if checkpoint.is_rank_zero():
+        if ranks.is_rank_zero():
             self._write(error)
-        checkpoint.from_rank_zero(None)  # nobody repeats anything before it is written
+        ranks.from_rank_zero(None)  # nobody repeats anything before it is written
 
     def _read(self) -> list[dict[str, Any]]:
         storage = Storage(self.out)
-        return storage.read_json(ROLLBACKS) if checkpoint.is_rank_zero() and storage.exists(ROLLBACKS) else []
+        return storage.read_json(ROLLBACKS) if ranks.is_rank_zero() and storage.exists(ROLLBACKS) else []
 
     def _write(self, error: NonFiniteLossError) -> None:
         saved = checkpoint.complete(Storage(self.out).join("checkpoints"))

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
+import torch
+import torch.distributed as dist
 from botocore.exceptions import BotoCoreError, ClientError
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -75,7 +78,21 @@ class HashingFileSystem(FileSystem):
         self.written[os.path.basename(new_path)] = self.written.pop(os.path.basename(path))
 
 
-def save_shards(tensors: dict[str, Any], storage: Storage, name: str) -> dict[str, dict[str, Any]]:
+def stage(stager: DefaultStager, tensors: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `tensors` in main memory, in buffers that the stager uses again. Returns when it is made."""
+    return stager.stage(tensors)  # type: ignore[return-value]  a future only where staging is asynchronous
+
+
+def new_stager() -> DefaultStager:
+    """Makes copies in main memory, pinned where there is a GPU."""
+    cuda = torch.cuda.is_available()
+    return DefaultStager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False,
+                                        use_non_blocking_copy=cuda))  # fmt: skip
+
+
+def save_shards(
+    tensors: dict[str, Any], storage: Storage, name: str, group: dist.ProcessGroup | None = None
+) -> dict[str, dict[str, Any]]:
     """Write this rank's part of `tensors` to `<storage>/<name>`; {its file: {"bytes", "sha256"}}. Collective.
 
     Raises StorageRefusedError on every rank when any of them could not write.
@@ -86,7 +103,7 @@ def save_shards(tensors: dict[str, Any], storage: Storage, name: str) -> dict[st
     sink.fs = files = HashingFileSystem(storage.fs)
     try:
         with _one_process_is_fine():
-            save(tensors, storage_writer=sink)
+            save(tensors, storage_writer=sink, process_group=group)
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         if not all(isinstance(cause, STORAGE_ERRORS) for cause in causes.values()):

@@ -31,12 +31,12 @@ from lt2_platform.distill.topk import StoredTopK
 from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint
+from lt2_platform.train import checkpoint, ranks
 from lt2_platform.train.config import Sources
 from lt2_platform.train.observe import Observer
 from lt2_platform.train.preemption import on_sigterm
 from lt2_platform.train.rollback import Rollbacks
-from lt2_platform.train.saving import Saver
+from lt2_platform.train.saving import SaveCost, Saver
 from lt2_platform.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def run(
             try:
                 return asdict(_train(spec, config, rollbacks.positions(), report, callbacks, asked))
             except PreemptedError as error:
-                if checkpoint.is_rank_zero():
+                if ranks.is_rank_zero():
                     store = ResultsStore(Storage(spec.storage_root))
                     store.log_event(spec.run_id, "preemption", {"message": str(error)})
                 raise
@@ -146,7 +146,7 @@ def _train(
         flush=logger.writer.flush if logger else lambda: None,
     )
     observer = Observer.build(model, config, dataset.seq_len, device)
-    ours = [each for each in (observer, logger, evaluator, saver) if each is not None]
+    ours = [each for each in (observer, SaveCost(saver), logger, evaluator, saver) if each is not None]
     schedule = warmup_cosine(
         lr=config.lr, steps=config.steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio
     )
@@ -154,7 +154,7 @@ def _train(
     data = map(Batch.from_numpy, batches)
     watchdog = Watchdog(rank=rank, step=state.step, factor=config.hang_factor, floor_s=config.hang_floor_s)
     data = watchdog.watch(data, lambda: state.step)
-    with closing(batches), watchdog, logger.writer if logger else nullcontext():
+    with closing(batches), watchdog, logger.writer if logger else nullcontext(), saver:
         everyone, extra = [*ours, *callbacks], {"sharding": sharding, "skip": skip, "stop": stop}
         try:
             train(model, objective, data, optimizer, schedule, config, state, everyone, **extra)
@@ -193,7 +193,7 @@ def _build_model(
     if mesh is None:
         return model, None
     dtype = autocast_dtype(config.precision, device)
-    keep = checkpoint.from_rank_zero(_keeps_gathered(model_config, config, device, seq_len))
+    keep = ranks.from_rank_zero(_keeps_gathered(model_config, config, device, seq_len))
     return model, parallel.shard(model, mesh, param_dtype=dtype, keep=keep)
 
 

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from lt2.training import STOP, PreemptedError, TrainState
 from lt2_platform.storage import Storage
 from lt2_platform.train import saving, shards, worker
-from lt2_platform.train.checkpoint import complete, on_rank_zero
+from lt2_platform.train.checkpoint import complete
+from lt2_platform.train.ranks import on_rank_zero
 from lt2_platform.train.shards import StorageRefusedError
 from tests.platform.train.packed import checkpoints, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
 from tests.ranks import run_ranks
 
-CONFIG = {"steps": 8, "checkpoint_every": 2}
+# Synchronous, so that what happens at a step is known at that step.
+CONFIG = {"steps": 8, "checkpoint_every": 2, "async_save": False}
 
 
 class Disk:
@@ -72,7 +74,7 @@ def test_training_goes_on_and_saves_as_soon_as_storage_is_back(tmp_path, undistu
         def on_step(self, state, metrics):
             saved.append((state.step, checkpoints(tmp_path / "run")[-1:]))
 
-    worker.run(open_run(tmp_path, pretrain_config(steps=8, checkpoint_every=3)), callbacks=[disk, Look()])
+    worker.run(open_run(tmp_path, pretrain_config(**CONFIG | {"checkpoint_every": 3})), callbacks=[disk, Look()])
     assert dict(saved)[4] == []  # due at 3, refused then and at 4
     assert dict(saved)[5] == ["step-00000005"]
     assert disk.refused >= 2
