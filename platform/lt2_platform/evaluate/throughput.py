@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import platform
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
     """Tokens per second of prefill and decode with their quartiles, and what is needed to compare them.
 
     Raises:
-        torch.OutOfMemoryError: with `phase` "prefill" or "decode" as its note.
+        OutOfMemoryError: says in which phase, "cache", "prefill" or "decode".
     """
     model.eval()
     device = model.embed.weight.device
@@ -55,17 +57,17 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
-    # one spare step for the graph's own first call
-    cache = model.init_cache(config.batch_size, config.context + config.decode_steps + 1)
+    with phase("cache"):  # one spare step for the graph's own first call
+        cache = model.init_cache(config.batch_size, config.context + config.decode_steps + 1)
 
     def prefill() -> torch.Tensor:
         cache.clear()
         return model.logits(model(input_ids, cache=cache).hidden[:, -1]).argmax(-1)
 
-    prefill_times = repeat_seconds(prefill, device, warmups=config.warmups, repeats=config.repeats)
-    token = prefill()
+    with phase("prefill"):
+        prefill_times = repeat_seconds(prefill, device, warmups=config.warmups, repeats=config.repeats)
+        token = prefill()
     step = GreedyStep(model, cache)
-    step(token)
 
     def decode() -> None:
         cache.rewind(config.context + 1)
@@ -73,7 +75,9 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
         for _ in range(config.decode_steps):
             current = step(current)
 
-    decode_times = repeat_seconds(decode, device, warmups=config.warmups, repeats=config.repeats)
+    with phase("decode"):
+        step(token)
+        decode_times = repeat_seconds(decode, device, warmups=config.warmups, repeats=config.repeats)
     counts = parameters(model.config)
     n_prefill = config.batch_size * config.context
     n_decode = config.batch_size * config.decode_steps
@@ -85,13 +89,35 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
         "parameters": counts.total,
         "unrolled_parameters": counts.total + counts.stack * (model.depth - 1),
         "forward_flops_per_token": forward_flops(model.config, config.context, n_loops=model.depth),
-        "cache_bytes": sum(tensor.nbytes for loop in cache.layers for layer in loop for tensor in layer.values()),
+        "cache_bytes": cache.nbytes,
+        "cache_bytes_per_layer": [[sum(t.nbytes for t in layer.values()) for layer in loop] for loop in cache.layers],
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "cuda_graphs": step.graph is not None,
     }
+
+
+class OutOfMemoryError(Exception):
+    """What was measured did not fit. `phase` says when: model, cache, prefill or decode."""
+
+    def __init__(self, phase: str):
+        super().__init__(f"out of memory in {phase}")
+        self.phase = phase
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Turns every way in which memory runs out into OutOfMemoryError(name)."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(name) from error
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # the CPU allocator has no exception of its own
+            raise
+        raise OutOfMemoryError(name) from error
 
 
 def rate(tokens: int, times: list[float]) -> dict[str, float]:

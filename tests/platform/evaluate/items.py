@@ -42,6 +42,16 @@ def copa(n: int = 5) -> list[dict]:
     ]  # fmt: skip
 
 
+def piqa(n: int = 5) -> list[dict]:
+    return [
+        {
+            "goal": f"How do you clean a {WORDS[i]}?", "sol1": f"Wipe the {WORDS[i]} with a damp cloth.",
+            "sol2": f"Throw the {WORDS[i]} at the {WORDS[i + 1]}.", "label": i % 2,
+        }
+        for i in range(n)
+    ]  # fmt: skip
+
+
 def nq(n: int = 4) -> list[dict]:
     return [{"question": f"who owns the {WORDS[i]}", "answer": [WORDS[i + 1], "nobody"]} for i in range(n)]
 

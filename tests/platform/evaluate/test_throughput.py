@@ -1,0 +1,88 @@
+"""Cells in fresh processes, the search for the longest context that fits, and how running out of memory is told."""
+
+import subprocess
+
+import pytest
+import torch
+
+from lt2.config import ModelConfig
+from lt2_platform.evaluate import throughput_cells
+from lt2_platform.evaluate.config import ThroughputConfig
+from lt2_platform.evaluate.throughput import OutOfMemoryError, phase
+from lt2_platform.evaluate.throughput_cells import Cell, frontier, measured
+from tests.platform.evaluate.tiny import MODEL
+
+SMALL = {"batch_size": 2, "context": 8, "decode_steps": 3, "warmups": 0, "repeats": 2}
+
+
+def tiny_cell(context=8, **fields):
+    sizes = ModelConfig.model_validate({"vocab_size": 64, "max_seq_len": 2 * context + 8, **MODEL})
+    return Cell(model=sizes, throughput=ThroughputConfig(**{**SMALL, "context": context}), threads=1, **fields)
+
+
+@pytest.mark.parametrize("limit", [1024, 1500, 8000, 100_000])
+def test_the_frontier_is_found_by_doubling_and_bisection(limit):
+    asked = []
+
+    def fits(context):
+        asked.append(context)
+        return context <= limit
+
+    low, high = frontier(fits, first=1024, most=65_536)
+    assert low <= limit
+    if limit >= 65_536:
+        assert (low, high) == (65_536, None)
+    else:
+        assert high is not None
+        assert limit < high
+        assert high - low <= max(1, low // 16)
+    assert len(asked) == len(set(asked))
+    assert len(asked) < 14
+
+
+def test_nothing_fits():
+    assert frontier(lambda context: False, first=1024, most=65_536) == (0, 1024)
+
+
+def test_a_cell_measures_in_a_process_of_its_own_and_its_peer_too():
+    found = measured(tiny_cell(peer=True))
+    assert found["prefill_tokens_per_s"]["median"] > 0
+    assert found["peer"]["prefill_tokens_per_s"]["median"] > 0
+    assert found["threads"] == 1
+    assert found["max_rss_bytes"] > 2**26
+    per_layer = found["cache_bytes_per_layer"]
+    assert [len(loop) for loop in per_layer] == [2, 2]
+    assert sum(map(sum, per_layer)) == found["cache_bytes"]
+
+
+def test_a_cell_that_does_not_fit_says_in_which_phase():
+    # The KV cache alone needs 2 loops x 1 layer x 2 rows x 4M tokens x 2 x 16 numbers x 4 bytes = 2 GiB.
+    assert measured(tiny_cell(context=2**22, memory_gib=1.5)) == {"out_of_memory": "cache"}
+
+
+def test_a_killed_process_is_out_of_memory_where_it_was_and_another_failure_is_an_error(monkeypatch):
+    def died(returncode, stdout):
+        done = subprocess.CompletedProcess([], returncode, stdout, "Traceback: something else")
+        monkeypatch.setattr(throughput_cells.subprocess, "run", lambda *_, **__: done)
+
+    died(-9, '{"phase": "model"}\n{"phase": "prefill"}\n')
+    assert measured(tiny_cell()) == {"out_of_memory": "prefill"}
+    for returncode, stdout in ((1, '{"phase": "model"}\n'), (0, '{"phase": "model"}\n'), (0, "")):
+        died(returncode, stdout)
+        with pytest.raises(RuntimeError, match="something else"):
+            measured(tiny_cell())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you")],
+)
+def test_every_way_to_run_out_of_memory_is_one(error):
+    with pytest.raises(OutOfMemoryError, match="out of memory in decode") as caught, phase("decode"):
+        raise error
+    assert caught.value.phase == "decode"
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="shapes"), phase("decode"):
+        raise RuntimeError("shapes do not match")
