@@ -31,6 +31,7 @@ def test_lt2_imports_and_trains_without_ray():
 def test_configs_import_no_torch():
     code = (
         "import sys; import lt2.config, lt2.layout, lt2_workflows.recipes.quickstart as q; q.quickstart()\n"
+        "import lt2_workflows.recipes.distill as d; d.distill_small(); d.distill_ouro_14b()\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules, 'a config module imports torch or ray'\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -127,17 +127,23 @@ def test_the_full_recipe_is_the_papers_and_plans_without_its_weights(tmp_path):
     stage3 = workflow.configs["stage3"]
     assert stage3.train.lr * stage3.train.objective.rest_lr_scale == pytest.approx(7e-6)
     assert stage3.train.min_lr_ratio == 1
-    assert "distill, 2,289 steps, 600M tokens in rows of 32,768" in planned("distill_ouro_14b", tmp_path)
+    text = planned("distill_ouro_14b", tmp_path)
+    assert "Ouro-1.4B -> a checkpoint of 1.43B parameters in fp32" in text
+    assert "distill, 2,289 steps, 600M tokens in rows of 32,768" in text
     only = load_workflow("distill_ouro_14b:dclm").configs
     assert (only["prepare-32k"].source.type, workflow.configs["prepare-32k"].source.type) == ("dclm", "openthoughts")
     with pytest.raises(ConfigError, match="unknown data 'c4'; choose openthoughts or dclm"):
         load_workflow("distill_ouro_14b:c4")
 
 
-def test_a_plan_reads_the_ouro_folder_if_it_is_there(tmp_path):
+def test_a_plan_reads_the_ouro_folder_if_it_is_there_and_a_run_needs_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(OURO | {"num_hidden_layers": 24}))
-    text = planned("distill_ouro_14b", tmp_path / "storage", [f"teacher.folder={tmp_path}"])
-    assert "parameters" in text.split("stage3", 1)[1].splitlines()[1]
+    workflow = load_workflow("distill_ouro_14b", [f"teacher.folder={tmp_path}"])
+    assert workflow.configs["teacher"].model.dim == 16
+    check = STEP_TYPES["import_ouro"].check
+    check(workflow.configs["teacher"])
+    with pytest.raises(ConfigError, match="teacher folder Ouro-1.4B has no config.json"):
+        check(load_workflow("distill_ouro_14b").configs["teacher"])
 
 
 @pytest.mark.ray

@@ -49,16 +49,39 @@ class TopKRef(Ref):
 class ImportOuroStep(StepConfig):
     """An Ouro checkpoint's folder as a run of ours, so that it can be a teacher and be evaluated.
 
-    tokenizer: as prepare's; None takes the folder's tokenizer.json.
+    tokenizer: as prepare's; None takes the folder's tokenizer.json. expected: the model's config, for plans made where
+    the folder is not.
     """
 
     produces: ClassVar[str] = "checkpoint"
     type: Literal["import_ouro"] = "import_ouro"
     folder: str
     tokenizer: str | None = None
+    expected: ModelConfig | None = None
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The config in the folder, else the one that is expected there."""
+        from lt2.interop.ouro import config_from_ouro
+
+        file = Path(self.folder, "config.json")
+        return config_from_ouro(json.loads(file.read_text())) if file.is_file() else self.expected
 
 
-@step_type(ImportOuroStep, describe=lambda config, context: f"{config.folder} -> a checkpoint in fp32")
+def check_import_ouro(config: ImportOuroStep) -> None:
+    """Raise ConfigError when there is no model in the folder."""
+    if not Path(config.folder, "config.json").is_file():
+        raise ConfigError(f"teacher folder {config.folder} has no config.json; give that of an Ouro checkpoint")
+
+
+def describe_import_ouro(config: ImportOuroStep, context: StepContext) -> str:
+    from lt2.accounting import parameters
+
+    size = "" if config.model is None else f" of {amount(parameters(config.model).total)} parameters"
+    return f"{config.folder} -> a checkpoint{size} in fp32"
+
+
+@step_type(ImportOuroStep, check=check_import_ouro, describe=describe_import_ouro)
 def run_import_ouro(config: ImportOuroStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "position", "tokens", "loss"}."""
     from lt2_platform.distill.teacher import store_ouro
@@ -110,10 +133,14 @@ def describe_distill(config: DistillStep, context: StepContext) -> str:
     tokens = train.steps * train.global_batch_size * seq_len
     parts = [f"{train.objective.type}, {train.steps:,} steps, {amount(tokens)} tokens in rows of {seq_len:,}"]
     mixer, kept = planned_student(config, context)
-    parts.append(f"attention kept in {kept if isinstance(kept, str) else 'no layer' if not kept else list(kept)}")
+    chosen = isinstance(kept, SelectionRef)
+    where = f"the choice of {kept.step}" if chosen else list(kept) or "no layer"
+    parts.append(f"attention kept in {where}")
     if teacher is not None:
-        # Which layers keep attention hardly changes the cost.
-        run = DistillRun(mixer=mixer, kept=() if isinstance(kept, str) else kept, train=train)
+        source = context.workflow.configs[kept.step] if chosen else None
+        count = source.count if isinstance(source, SelectLayersStep) else 0
+        layers = uniform_layers(teacher.n_layers, count) if chosen else kept  # which they are hardly matters here
+        run = DistillRun(mixer=mixer, kept=layers, train=train)
         cost = summarize(stage_config(run, teacher, None).model, seq_len)
         flops = tokens * cost["training_flops_per_token"]
         parts.append(f"{amount(cost['parameters']['total'])} parameters, {amount(flops)} FLOPs for the student alone")
@@ -122,15 +149,15 @@ def describe_distill(config: DistillStep, context: StepContext) -> str:
 
 def planned_teacher(teacher: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
     """The teacher's config as far as the workflow, or the Ouro folder it imports, tells it before anything has run."""
-    from lt2.interop.ouro import config_from_ouro
-
     source = context.workflow.configs[teacher.step] if isinstance(teacher, Ref) else None
-    if isinstance(source, ImportOuroStep) and (path := Path(source.folder, "config.json")).is_file():
-        return config_from_ouro(json.loads(path.read_text()))
+    if isinstance(source, ImportOuroStep):
+        return source.model
     return planned_model(source, context)[0] if isinstance(source, PretrainStep) else None
 
 
-def planned_student(config: DistillStep, context: StepContext) -> tuple[MixerConfig | None, tuple[int, ...] | str]:
+def planned_student(
+    config: DistillStep, context: StepContext
+) -> tuple[MixerConfig | None, tuple[int, ...] | SelectionRef]:
     """(mixer, layers that keep attention or who chooses them), from this stage or the stages it starts from."""
     mixer, kept, student = config.mixer, config.kept, config.student
     while (mixer is None or kept is None) and isinstance(student, Ref):
@@ -139,7 +166,7 @@ def planned_student(config: DistillStep, context: StepContext) -> tuple[MixerCon
             break
         mixer, student = mixer or before.mixer, before.student
         kept = before.kept if kept is None else kept
-    return mixer, f"the choice of {kept.step}" if isinstance(kept, SelectionRef) else kept or ()
+    return mixer, () if kept is None else kept
 
 
 @step_type(DistillStep, describe=describe_distill)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt2.distill.kl import TopK, chunked_topk_kl, top_k
+from lt2.memory import LiveStorages
 
 N, D, V, T = 13, 8, 31, 3
 SHARES = (0.25, 0.0, 0.75)
@@ -103,25 +103,24 @@ def test_second_backward_is_an_error_not_a_wrong_gradient():
         found.loss.backward()
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made inside the block."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
-@pytest.mark.parametrize(("length", "loops", "vocab"), [(64, 1, 500), (256, 4, 500), (64, 4, 2000)])
-def test_nothing_as_large_as_all_logits_is_ever_made(length, loops, vocab):
-    draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(0))  # noqa: E731
+def live_bytes(length, loops, vocab, rows):
+    """Peak of forward and backward above the states, less the gradients of states and head that it returns."""
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
     states, head = [draw(length, D) for _ in range(loops)], draw(vocab, D)
     ours, weight = [draw(length, D).requires_grad_() for _ in range(loops)], draw(vocab, D).requires_grad_()
     teacher = lambda loop, start, stop: top_k(states[loop][start:stop], head, 8)  # noqa: E731
-    with Largest() as seen:
-        shares = {"loop_weights": (1 / loops,) * loops, "counted": torch.ones(length, dtype=torch.bool)}
-        chunked_topk_kl(ours, weight, teacher, **shares, chunk_rows=4).loss.backward()
-    assert seen.elements == max(4 * vocab, vocab * D)  # a chunk's logits, or the head's gradient
+    shares = {"loop_weights": (1 / loops,) * loops, "counted": torch.ones(length, dtype=torch.bool)}
+    with LiveStorages() as live:
+        chunked_topk_kl(ours, weight, teacher, **shares, chunk_rows=rows).loss.backward()
+    return live.peak - 4 * (length * loops + vocab) * D
+
+
+def test_peak_memory_is_a_chunk_whatever_the_length_and_the_loops():
+    vocab, rows = 1000, 16
+    chunk = 4 * rows * vocab
+    short, long = live_bytes(64, 1, vocab, rows), live_bytes(1024, 4, vocab, rows)
+    assert chunk <= short <= 4 * chunk
+    assert abs(long - short) < 0.05 * chunk
+    assert long < 4 * 1024 * vocab / 10  # one loop's logits are ten times as large
+    assert live_bytes(1024, 4, 2 * vocab, rows) < 2.1 * long

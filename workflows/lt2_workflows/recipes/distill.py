@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt2.config import ConfigError, UniformLayout
+from lt2.config import ConfigError, ExitGate, ModelConfig, UniformLayout
 from lt2.mixer_configs import FullConfig
 from lt2.objective_configs import AlignConfig, DistillConfig
 from lt2.train_config import TrainConfig
@@ -133,6 +133,21 @@ def retention(names: dict[str, str], stages: list[str]) -> RetentionStep:
 
 
 OURO_LAYERS, OURO_KEPT, OURO_FOLDER = 24, 6, "Ouro-1.4B"
+OURO_14B = ModelConfig(  # its config.json (Zhu et al. 2025)
+    vocab_size=49_152,
+    dim=2048,
+    n_layers=OURO_LAYERS,
+    n_loops=4,
+    num_heads=16,
+    layout=UniformLayout(mixer=FullConfig(num_kv_heads=16, head_dim=128)),
+    ffn_hidden=5632,
+    rope_theta=1e6,
+    loop_residual=False,
+    norm_each_loop=True,
+    sandwich_norm=True,
+    halting=ExitGate(threshold=1.0),
+    max_seq_len=65_536,
+)
 
 
 def distill_ouro_14b(data: str = "openthoughts") -> Workflow:
@@ -164,7 +179,7 @@ def distill_ouro_14b(data: str = "openthoughts") -> Workflow:
         )
 
     steps: dict[str, StepConfig] = {
-        "teacher": ImportOuroStep(folder=OURO_FOLDER),
+        "teacher": ImportOuroStep(folder=OURO_FOLDER, expected=OURO_14B),
         "prepare-512": PrepareStep(source=dclm, seq_len=512, **common),
         "prepare-4k": PrepareStep(source=dclm, seq_len=4096, **common),
         "prepare-32k": PrepareStep(source=traces, seq_len=32_768, **common),
