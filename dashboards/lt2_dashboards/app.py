@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
+from botocore.exceptions import BotoCoreError
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
@@ -29,6 +31,8 @@ from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
 from lt2_dashboards.runs_table import runs_page
 
+log = logging.getLogger(__name__)
+
 STATIC = Path(__file__).parent / "static"
 DEFAULT_PORT = 8787
 
@@ -40,6 +44,15 @@ def create_app(root: str | None, access: Access) -> FastAPI:
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=4)
     app.add_middleware(Guard, access=access)
     app.add_exception_handler(ConfigError, lambda request, error: JSONResponse({"error": str(error)}, 400))
+
+    def away(request: Request, error: Exception) -> Response:
+        # Pages go on asking, so a storage that comes back shows again by itself.
+        log.warning("%s: %s cannot be read: %s", request.url.path, source.storage.root, error)
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return JSONResponse({"error": f"{source.storage.root} cannot be read just now ({reason})"}, 503)
+
+    for kind in (OSError, BotoCoreError):
+        app.add_exception_handler(kind, away)
     _add_api(app, source)
     _add_figures(app, source)
 

@@ -84,16 +84,15 @@ def page(browser, site):
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on(
-        "console", lambda m: problems.append(m.text) if m.type == "error" and "status of 400" not in m.text else None
+        "console",
+        lambda m: (
+            problems.append(m.text) if m.type == "error" and not re.search("status of (400|503)", m.text) else None
+        ),
     )
     page.goto(f"{site.address}{LOGIN}?token={site.access.token}")
     yield page
     context.close()
     assert problems == []
-
-
-def _is_problem(message) -> bool:
-    return message.type == "error" and "status of 400" not in message.text  # tests ask for things that are not there
 
 
 def until(page, condition: str, seconds: float = 60.0) -> None:
@@ -362,6 +361,24 @@ def test_keyboard(page, site):
     page.keyboard.press("g")
     page.keyboard.press("w")
     page.wait_for_url("**/workflows")
+
+
+def test_a_page_recovers_when_the_storage_comes_back(page, site):
+    answers = iter([503])
+
+    def once(route):
+        status = next(answers, None)
+        if status is None:
+            route.continue_()
+        else:
+            route.fulfill(status=status, json={"error": "s3://x cannot be read just now (refused)"})
+
+    page.route("**/api/runs/hybrid-2", once)
+    page.goto(f"{site.address}/runs/hybrid-2")
+    page.get_by_text("s3://x cannot be read just now (refused)").wait_for()
+    drawn(page, 5)
+    assert page.locator("figure").first.is_visible()
+    assert page.get_by_text("cannot be read just now").count() == 0
 
 
 def test_missing_things_say_so(page, site):

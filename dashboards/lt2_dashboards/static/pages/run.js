@@ -28,6 +28,7 @@ export function runPage(main, run) {
   });
 
   function show() {
+    grid.hidden = side.hidden = false;
     const elapsed = body.updated - body.created;
     const eta = body.status === "running" && body.total && body.step > 0 ? elapsed * ((body.total - body.step) / body.step) : null;
     fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/" }, "Runs"), " / "), h("h1", {}, run), status(body.status),

@@ -42,6 +42,8 @@ export function workflowPage(main, id, stepId) {
   }
 
   function show() {
+    graph.hidden = false;
+    fill(messages);
     const done = body.steps.filter((step) => step.state === "done").length;
     const busy = body.steps.filter((step) => step.started).map((step) => [step.started, step.ended ?? Date.now() / 1000]);
     fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, body.id), status(body.state),
