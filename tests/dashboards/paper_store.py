@@ -91,5 +91,8 @@ def fill_paper(root: Path) -> ResultsStore:
               for mixer in ("full", "gdn") for length in (512, 1024)]  # fmt: skip
     store.create_run("bench-mixers-1", {"config": {"dim": 64}}, clock=Clock(900.0)).close()
     store.log_eval("bench-mixers-1", "mixers", layers)
+    kl = [{"task": "distillation", "metric": "teacher_kl", "value": 0.25, "teacher": "plain", "n": 10}]
+    kept = {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [0]}
+    add(store, "student", kept, at=50.0, distillation=kl, validation=scores(26.0, 0.15, 600))
     store.log_eval("teacher", "validation", scores(8.0, 0.6, 2000))  # a model from elsewhere is no run
     return store

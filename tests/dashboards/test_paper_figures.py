@@ -67,7 +67,7 @@ def test_with_data_every_figure_draws_it(name, source):
 def test_pareto_keeps_what_no_smaller_model_beats(source):
     found = figure(source, "pareto")
     # The newest first, a model from elsewhere last; hybrid-b has no accuracies.
-    assert [row[0] for row in ours(found)] == ["plain", "wide", "gated", "hybrid-a", "teacher"]
+    assert [row[0] for row in ours(found)] == ["plain", "wide", "gated", "hybrid-a", "student", "teacher"]
     (frontier,) = series(found, "this store, frontier")
     assert frontier["data"] == [[500.0, 31.0], [1000.0, 51.0], [2000.0, 61.0], [4000.0, 61.0]]
     best = figure(source, "pareto", quality="perplexity")
@@ -100,7 +100,7 @@ def test_hybrids_by_ratio_with_repeats_and_by_level(source):
     rows = ours(figure(source, "hybrid"))
     assert ["wide", "this store", "1:1", 12.0, None] in rows
     assert ["plain", "this store", "1:0", 13.0, None] in rows
-    assert ["mean of 3", "this store", "1:4", 10.0, pytest.approx(1.0)] in rows
+    assert ["mean of 2", "this store", "1:4", 10.5, pytest.approx(0.5**0.5)] in rows  # not the gated, nor the student
     level = figure(source, "hybrid", by="level")
     assert ["narrowing", "this store", "coarse to fine", 10.5, None] in ours(level)
     assert ["1.3B", "paper", "fine to coarse", 9.42, None] in level.rows
@@ -110,7 +110,7 @@ def test_hybrids_by_ratio_with_repeats_and_by_level(source):
 def test_the_gate_is_shown_where_both_sides_were_trained(source):
     found = figure(source, "output_gate")
     gates = {row[0]: row[3] for row in ours(found)}
-    assert gates == {"gated": "elementwise", "hybrid-a": "none", "hybrid-b": "none", "wide": "none"}
+    assert gates == {"gated": "elementwise", "hybrid-a": "none", "hybrid-b": "none"}
     assert ["1.3B", "paper", "Looped Hybrid (GDN+DSA)", "yes", 9.53] in found.rows
 
 
@@ -194,6 +194,20 @@ def test_recall_and_ruler(source):
     assert "There are results at 1024, 4096 tokens" in figure(source, "ruler", length="8192").option["empty"]
 
 
+def test_students_are_measured_by_their_teacher(source):
+    found = figure(source, "distillation")
+    kept = {row[2]: row[4:] for row in found.rows}
+    assert kept["perplexity"] == [13.0, 26.0, 50.0]  # lower is better
+    assert kept["piqa"] == [0.3, 0.15, pytest.approx(50.0)]
+    assert kept["distillation"] == [0.0, 0.25, None]
+    assert "Teacher: plain." in found.notes
+    assert found.option["series"][0]["markLine"]["data"] == [{"xAxis": 100}]
+    other = figure(source, "distillation", teacher="wide", runs="gated")
+    assert {row[2]: row[6] for row in other.rows}["piqa"] == pytest.approx(62.5)
+    with pytest.raises(ConfigError, match="no evaluation of 'nobody'"):
+        figure(source, "distillation", teacher="nobody")
+
+
 @pytest.mark.parametrize(
     ("layout", "n_loops", "title"),
     [
@@ -207,6 +221,7 @@ def test_recall_and_ruler(source):
             4,
             "Looped Random hybrid (Full+GDN)",
         ),
+        ({"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}}, 4, "Looped Hybrid (Full+GDN)"),
         (uniform("somebodys"), 2, "Looped somebodys"),
     ],
 )

@@ -10,6 +10,7 @@ Its keyword arguments become the query parameters of /figures/my_figure; no Java
 from lt2_dashboards.figures.ablations import hybrid, output_gate
 from lt2_dashboards.figures.cost import cost_vs_length, layer_cost
 from lt2_dashboards.figures.curves import curves
+from lt2_dashboards.figures.distillation import distillation
 from lt2_dashboards.figures.downstream import downstream
 from lt2_dashboards.figures.figure import Figure, draw
 from lt2_dashboards.figures.quality import depth, pareto
@@ -25,6 +26,7 @@ GROUPS = {
     "Efficiency": (throughput, cost_vs_length, layer_cost),
     "Looping": (stability, loop_diagnostics, state_recall),
     "Long context": (long_context, ruler),
+    "Distillation": (distillation,),
     "Training": (curves,),
 }
 FIGURES = {function.__name__: function for group in GROUPS.values() for function in group}

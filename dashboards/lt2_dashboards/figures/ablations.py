@@ -70,12 +70,16 @@ def hybrid(
 
 def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
     """What the gate after the attention changes in the three models of the paper's Table 4, and in ours."""
-    found = [(run, kind) for run in evaluated(source.snapshot()) if (kind := run.architecture) is not None]
-    known = [(r.run, k.title, k.gate, v) for r, k in found if (v := value_of(r, quality)) is not None]
-    pairs = {
-        title for title in {title for _, title, *_ in known} if len({bool(g) for _, t, g, _ in known if t == title}) > 1
-    }
-    ours = [row for row in known if row[1] in pairs or (row[1] in GATES and row[2])]
+    known: list[tuple[str, str, str | None, float]] = []
+    sides: dict[tuple[Any, ...], set[bool]] = {}
+    places: dict[str, tuple[Any, ...]] = {}
+    for run in evaluated(source.snapshot()):
+        kind, value = run.architecture, value_of(run, quality)
+        if kind is not None and value is not None:
+            known.append((run.run, kind.title, kind.gate, value))
+            places[run.run] = (kind.title, *(kind.layout.get(key) for key in ("type", "ratio", "pattern")))
+            sides.setdefault(places[run.run], set()).add(kind.gate is not None)
+    ours = [row for row in known if len(sides[places[row[0]]]) == 2 or (row[2] and row[1] in GATES)]
     models = [*GATES, *sorted({title for _, title, *_ in ours} - set(GATES))]
     column = 0 if quality == "perplexity" else 1
     rows: list[list[Any]] = [[run, "this store", title, gate or "none", value] for run, title, gate, value in ours]
@@ -116,7 +120,7 @@ def value_of(run: Evaluated, quality: Quality) -> float | None:
 
 def _place(kind: Architecture | None, by: str) -> str | None:
     """Where in the ablation an architecture stands."""
-    if kind is None:
+    if kind is None or kind.gate:  # the gate is an ablation of its own
         return None
     layout = kind.layout
     if layout.get("type") == "uniform":
@@ -127,6 +131,8 @@ def _place(kind: Architecture | None, by: str) -> str | None:
         return None
     if layout.get("type") == "random":
         return "random + vote" if by == "level" else None
+    if layout.get("type") != "hybrid":
+        return None
     ratio, pattern = layout.get("ratio", "1:4"), layout.get("pattern", "interleave")
     if by == "pattern":
         return pattern if ratio == "1:4" else None

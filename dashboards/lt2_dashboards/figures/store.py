@@ -142,9 +142,9 @@ def architecture(config: Mapping[str, Any]) -> Architecture | None:
     loops = model.get("n_loops")
     n_loops = loops if isinstance(loops, int) else 1
     first, second = _type(layout.get("attention")), _type(layout.get("mixer"))
-    if layout.get("type") in ("hybrid", "random") and first and second:
+    if layout.get("type") in ("hybrid", "random", "kept") and first and second:
         name = f"{label(first)}+{label(second)}" if first == "full" else f"{label(second)}+{label(first)}"
-        kind = "Hybrid" if layout["type"] == "hybrid" else "Random hybrid"
+        kind = "Random hybrid" if layout["type"] == "random" else "Hybrid"
         return Architecture((first, second), f"{kind} ({name})", n_loops, dict(layout))
     if layout.get("type") == "uniform" and second:
         name = "Transformer" if second == "full" else label(second)

@@ -1,0 +1,81 @@
+"""What students keep of the model they were distilled from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_dashboards.figures.dots import dots
+from lt2_dashboards.figures.figure import Figure
+from lt2_dashboards.figures.store import evaluated, rows_of
+from lt2_dashboards.queries import Source
+
+STUDENTS = 6  # drawn by themselves, newest first
+LOWER_IS_BETTER = {"perplexity", "ppl"}
+NOT_SCORES = ("loss", "teacher_kl", "_tokens_per_s", "context_cut", "empty_", "continuation_too_long")
+
+
+def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = None) -> Figure:
+    """Each student's scores as a share of its teacher's, task by task (turned round where lower is better).
+
+    By default the newest distilled runs and the teacher that they name; any two evaluated runs can be compared so.
+    """
+    snapshot = source.snapshot()
+    distances = _distances(source)
+    wanted = runs if runs is not None else list(distances)
+    named = teacher or next(
+        (str(row["teacher"]) for run in wanted if (row := distances.get(run, {})).get("teacher")), ""
+    )
+    by_run = {run.run: run for run in evaluated(snapshot)}
+    if teacher and teacher not in by_run:
+        raise ConfigError(f"no evaluation of {teacher[:60]!r}; evaluate the teacher on the students' tasks first")
+    theirs = by_run.get(named)
+    before = theirs.scores if theirs is not None else {}
+    students = [by_run[run] for run in wanted if run in by_run and run != named]
+    students = [run for run in students if set(run.scores) & set(before)][: None if runs is not None else STUDENTS]
+    tasks = [key for key in before if _is_score(key[1]) and any(key in run.scores for run in students)]
+    shares = {run.run: [_share(key[1], before[key], run.scores.get(key)) for key in tasks] for run in students}
+    labels = [task if task == metric else f"{task}, {metric}" for task, metric in tasks]
+    option = dots(labels, {}, shares, unit="% of the teacher's score")
+    if shares and tasks:
+        first = option["series"][0]
+        first["markLine"] = {"data": [{"xAxis": 100}]}
+    else:
+        option["empty"] = (
+            "No distilled run has been evaluated on its teacher's tasks yet."
+            if named or not wanted
+            else "These runs do not say who their teacher is: give teacher=RUN."
+        )
+    rows: list[list[Any]] = []
+    for run in students:
+        for key, share in zip(tasks, shares[run.run]):
+            rows.append([run.run, "this store", *key, before[key], run.scores.get(key), share])
+    rows += [
+        [run, "this store", "distillation", "KL to the teacher (nats/token)", 0.0, row.get("value"), None]
+        for run, row in distances.items()
+        if run in wanted
+    ]
+    notes = [f"Teacher: {named}."] if before else []
+    notes.append(
+        "Paper: Figure 6 draws this for the distilled 1.4B model without printing numbers. Chance is not subtracted."
+    )
+    columns = ["run", "source", "task", "metric", "teacher", "student", "kept (%)"]
+    produce = "" if shares and tasks else "lt2 run distill_small"
+    return Figure("Distillation: what is kept (%)", option, columns, lambda: rows, notes, produce=produce)
+
+
+def _distances(source: Source) -> dict[str, dict[str, Any]]:
+    """{run: the row of its distance to its teacher on held-out text}, newest first."""
+    return dict(rows_of(source.snapshot(), "e.name = 'distillation' AND e.metric = 'teacher_kl'"))
+
+
+def _is_score(metric: str) -> bool:
+    return not any(part in metric for part in NOT_SCORES)
+
+
+def _share(metric: str, teacher: float, student: float | None) -> float | None:
+    """Percent; None where the student has no such score or the teacher has nothing to keep."""
+    if student is None:
+        return None
+    over, under = (teacher, student) if metric in LOWER_IS_BETTER else (student, teacher)
+    return 100 * over / under if under else None
