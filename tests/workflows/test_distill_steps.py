@@ -162,4 +162,5 @@ def test_a_stage_through_its_step(tmp_path):
     assert result["kl"] == result["kl_loops"][-1] > 0
     stored = {row["metric"]: row["value"] for row in ResultsStore(context.storage).results()}
     assert stored["distillation/distillation/teacher_kl"] == result["kl"]
+    assert {row["teacher"] for _, _, row in ResultsStore(context.storage).index().evals} == {teacher}
     assert STEP_TYPES["distill"].config is type(context.step.config)

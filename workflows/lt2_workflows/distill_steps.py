@@ -197,7 +197,10 @@ def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
         max_sequences=config.score_sequences,
         document_mask=config.train.document_mask,
     )
+    asked = config.teacher
+    named = context.workflow.steps[asked.step].id if isinstance(asked, Ref) else asked
     row = {"task": "distillation", "n": found["tokens"], "unit": "nats/token", "step": summary["step"]}
+    row["teacher"] = named  # a run's name, or the path that was given
     rows = [row | {"metric": "teacher_kl", "value": found["kl"]}]
     rows += [row | {"metric": f"teacher_kl_loop_{loop}", "value": kl} for loop, kl in enumerate(found["kl_loops"])]
     ResultsStore(context.storage).log_eval(context.run_id, "distillation", rows)
