@@ -204,8 +204,8 @@ def test_reading_while_runs_are_written_and_compacted(tmp_path, monkeypatch):
     monkeypatch.setattr(queries, "FRESH_SECONDS", 0.0)
     store = fill(tmp_path)
     client = TestClient(create_app(str(tmp_path), Access("none")), base_url="http://localhost")
-    writer = store.create_run("growing", {"config": {"train": {"steps": 40}}})
-    for step in range(40):
+    writer = store.create_run("growing", {"config": {"train": {"steps": 20}}})
+    for step in range(20):
         writer.log(step, {"loss": float(step)})
         writer.flush()
         if step % 8 == 0:
