@@ -89,6 +89,10 @@ class StateRecallConfig(Config):
 
     A stage is passed when the accuracy over all asserts of `eval_examples` programs reaches `threshold` within
     `max_steps`; weights and optimizer then go on to the next stage. The vocabulary is that of the largest stage.
+
+    Two settings make small budgets go further; neither is in the paper. `opening` are shorter programs to learn before
+    the stages, by the same rule. `rope_theta` (None: the model's 10,000) is the base of the rotary frequencies: finding
+    the i-th bit means telling positions two apart, which of 10,000's frequencies only the few highest can.
     """
 
     layout: Layout
@@ -97,6 +101,8 @@ class StateRecallConfig(Config):
     dim: int = Field(default=256, ge=1)
     num_heads: int = Field(default=4, ge=1)
     stages: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    opening: tuple[int, ...] = ()
+    rope_theta: float | None = Field(default=None, gt=1)
     threshold: float = Field(default=0.9, gt=0, le=1)
     max_steps: int = Field(default=100_000, ge=1)
     eval_every: int = Field(default=500, ge=1)
@@ -108,8 +114,7 @@ class StateRecallConfig(Config):
 
     @model_validator(mode="after")
     def _stages_grow(self) -> StateRecallConfig:
-        if not self.stages or list(self.stages) != sorted(set(self.stages)) or self.stages[0] < 5:
-            raise ValueError(
-                f"stages {list(self.stages)} must grow, from at least 5 (five variables need five indices)"
-            )
+        every = [*self.opening, *self.stages]
+        if not self.stages or every != sorted(set(every)) or every[0] < 5:
+            raise ValueError(f"stages {every} must grow, from at least 5 (five variables need five indices)")
         return self

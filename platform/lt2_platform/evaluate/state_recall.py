@@ -132,6 +132,7 @@ def model_config(config: StateRecallConfig) -> ModelConfig:
         num_heads=config.num_heads,
         layout=config.layout,
         max_seq_len=length(largest),
+        **({} if config.rope_theta is None else {"rope_theta": config.rope_theta}),
     )
 
 
@@ -140,7 +141,7 @@ def run_curriculum(
 ) -> dict[str, Any]:
     """Train through the stages and return {"n_max", "stage", "steps", "history"}; also in `<out>/result.json`.
 
-    history: {stage's n, step, all, final, moved} of every evaluation. n_max is 0 if not even the first stage is passed.
+    history: {stage's n, step, all, final, moved} of every evaluation. n_max is 0 if not even the first one is passed.
     Continues from the newest checkpoint under `out`, to the same bits on a CPU.
     """
     storage = Storage(out)
@@ -184,7 +185,7 @@ def run_curriculum(
         )
     passed = [entry["n"] for entry in history if entry["all"] >= config.threshold]
     n_max = max(passed, default=0)
-    stage = config.stages.index(n_max) + 1 if n_max else 0
+    stage = config.stages.index(n_max) + 1 if n_max in config.stages else 0
     result = {"n_max": n_max, "stage": stage, "steps": state.step, "history": history}
     storage.write_json("result.json", result)
     return result
@@ -193,7 +194,7 @@ def run_curriculum(
 def current(config: StateRecallConfig, history: list[dict[str, Any]]) -> int | None:
     """The n to train on next; None when the last stage is passed or a stage's steps are used up."""
     passed = {entry["n"] for entry in history if entry["all"] >= config.threshold}
-    left = [n for n in config.stages if n not in passed]
+    left = [n for n in (*config.opening, *config.stages) if n not in passed]
     if not left:
         return None
     spent = sum(config.eval_every for entry in history if entry["n"] == left[0])

@@ -49,7 +49,7 @@ def test_nothing_is_left_of_the_request_before(mixer):
     assert scorer.loglikelihoods(PAIRS[:1]).results == first
 
 
-@pytest.mark.parametrize("mixer", ["full", "window", "gdn", "kda", "mamba2", "nsa"])
+@pytest.mark.parametrize("mixer", shipped_types())
 @torch.inference_mode()
 def test_one_loop_is_the_plain_stack(mixer):
     """T = 1, and a deeper model run one loop deep, score as the blocks applied once by hand."""

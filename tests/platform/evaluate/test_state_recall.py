@@ -96,6 +96,21 @@ def test_a_curriculum_resumes_to_the_same_bits(tmp_path):
     assert run_curriculum(settings, out=str(tmp_path / "cut")) == whole
 
 
+def test_opening_programs_come_first_and_are_no_stage(tmp_path, monkeypatch):
+    entry = lambda n, score: {"n": n, "all": score}  # noqa: E731
+    settings = config(opening=(5,), stages=(6, 7), max_steps=8)
+    assert current(settings, []) == 5
+    assert current(settings, [entry(5, 0.95)]) == 6
+    monkeypatch.setattr(state_recall, "accuracy", lambda *_, **__: {"all": 1.0, "final": 1.0, "moved": 1.0})
+    found = run_curriculum(config(opening=(5,), stages=(6,), max_steps=4), out=str(tmp_path))
+    assert [entry["n"] for entry in found["history"]] == [5, 6]
+    assert (found["n_max"], found["stage"]) == (6, 1)
+    assert state_recall.model_config(config()).rope_theta == 10_000
+    assert state_recall.model_config(config(rope_theta=100)).rope_theta == 100
+    with pytest.raises(ValueError, match="must grow"):
+        config(opening=(8,), stages=(8, 16))
+
+
 def test_a_model_that_fails_the_first_stage_has_no_n_max(tmp_path):
     failed = run_curriculum(config(threshold=1.0, max_steps=4), out=str(tmp_path))
     assert (failed["n_max"], failed["stage"], failed["steps"]) == (0, 0, 4)
