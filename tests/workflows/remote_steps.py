@@ -52,3 +52,10 @@ def remote(config: RemoteStep, context) -> dict[str, str]:
 
 def one() -> Workflow:
     return Workflow("one", {"only": RemoteStep()})
+
+
+def swept() -> Workflow:
+    """One trial of a sweep over `one`."""
+    from lt2_workflows.sweeps import SweepStep
+
+    return Workflow("swept", {"only": SweepStep(steps=one().record()["steps"], grid={"only.pause_s": (0.0,)})})

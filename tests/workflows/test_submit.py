@@ -123,6 +123,18 @@ def test_a_job_runs_the_snapshot_shows_its_log_and_carries_no_secret(client):
     assert holding(client.root, [job.rpartition("-attempt")[0]]), "the search finds nothing at all"
 
 
+def test_trials_of_a_submitted_sweep_run_the_snapshot(client):
+    command = client.command("submit", "mine.py:swept", "--storage", str(client.root))
+    done = client.run([*command, "--set", f"only.steps.only.trace={client.trace}"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    storage = Storage(str(client.root))
+    (trial,) = (storage.read_json(path) for path in storage.glob("steps/only-*/out/trials/*.json"))
+    assert trial["state"] == "done", trial["error"]
+    result = storage.read_json(f"steps/{trial['steps']['only']}/done.json")["result"]
+    for process in ("attempt", "worker"):
+        assert Path(result[process]).is_relative_to(client.head.folder), "not the shipped code"
+
+
 DESCRIBE = """
 import json, sys
 from ray.job_submission import JobSubmissionClient

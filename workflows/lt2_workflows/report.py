@@ -97,7 +97,9 @@ def _overview(storage: Storage, item: Mapping[str, Any], steps: Sequence[Mapping
     parts.append(Table(["step", "state", "attempts", "last attempt took", "id"], rows))
     parts += [f"{step['name']}: {step['error']} (log: {step['log']})" for step in steps if step["error"]]
     if code:
-        parts.append("Code and packages: " + ", ".join(f"{name} {version}" for name, version in code.items()) + ".")
+        parts.append(
+            "Code and packages: " + ", ".join(f"{name} {version}" for name, version in code.items() if version) + "."
+        )
     return Section("Steps", parts)
 
 

@@ -78,7 +78,8 @@ def dot_chart(categories: Sequence[str], series: Sequence[Dots], *, y: str) -> s
                 f'<circle cx="{at:.1f}" cy="{_y(axis, value):.1f}" r="4" fill="{fill}" stroke="{_color(index)}" '
                 f'stroke-width="1.5"><title>{label}</title></circle>'
             )
-    return _svg([*parts, *_legend([dots.name for dots in series])], HEIGHT + _legend_height(len(series)), y)
+    names = [dots.name for dots in series] if len(series) > 1 else []
+    return _svg([*parts, *_legend(names)], HEIGHT + _legend_height(len(names)), y)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _legend(names: Sequence[str]) -> list[str]:
 
 
 def _legend_height(entries: int) -> int:
-    return 12 + 18 * ((entries + 1) // 2)
+    return 12 * (entries > 0) + 18 * ((entries + 1) // 2)
 
 
 def _color(index: int) -> str:

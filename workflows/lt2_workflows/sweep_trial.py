@@ -113,19 +113,16 @@ def _failure(step: str, outcome: dict[str, Any]) -> dict[str, Any]:
 def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[str, float]]:
     """(the run of the results store, its numbers) of a finished workflow.
 
-    Of steps with evaluation rows, "task/metric" at the depth the model was trained for; of others the plain numbers
-    they returned, under the name of the step.
+    Evaluation rows as "task/metric", at the depth the model was trained for; of a recipe without evaluation the plain
+    numbers that its steps returned, as "step/name".
     """
-    run, metrics = None, {}
+    run, evaluated, plain = None, {}, {}
     for name, step in workflow.steps.items():
         done = read_done(storage, step)
         result = done["result"] if done else {}
         run = result.get("run", run)
-        if "rows" in result:
-            for row in result["rows"]:
-                if row["n_loops"] == result["n_loops"]:
-                    metrics[f"{row['task']}/{row['metric']}"] = row["value"]
-        else:
-            numbers = {key: value for key, value in result.items() if type(value) in (int, float)}
-            metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
-    return run, metrics
+        if "n_loops" in result:
+            rows = [row for row in result["rows"] if row["n_loops"] == result["n_loops"]]
+            evaluated |= {f"{row['task']}/{row['metric']}": row["value"] for row in rows}
+        plain |= {f"{name}/{key}": value for key, value in result.items() if type(value) in (int, float)}
+    return run, evaluated or plain
