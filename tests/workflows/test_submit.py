@@ -62,7 +62,7 @@ class Client:
             env=self.head.client_environment(**environment),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
 
@@ -123,6 +123,7 @@ def test_a_job_runs_the_snapshot_shows_its_log_and_carries_no_secret(client):
     assert holding(client.root, [job.rpartition("-attempt")[0]]), "the search finds nothing at all"
 
 
+@pytest.mark.timeout(600)
 def test_trials_of_a_submitted_sweep_run_the_snapshot(client):
     command = client.command("submit", "mine.py:swept", "--storage", str(client.root))
     done = client.run([*command, "--set", f"only.steps.only.trace={client.trace}"])

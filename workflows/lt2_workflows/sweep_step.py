@@ -171,7 +171,8 @@ def log_to_runs(records: Sequence[Mapping[str, Any]], context: StepContext) -> N
         if record["run"] is None or record["run"] in known:
             continue
         numbers = ablations.headline(record["metrics"]) or dict(list(record["metrics"].items())[:8])
-        rows = [{"task": context.step.id, "metric": name, "value": value} for name, value in numbers.items()]
+        place = {"task": context.step.id} | {key: record[key] for key in ("label", "group", "seed")}
+        rows = [{**place, "metric": name, "value": value} for name, value in numbers.items()]
         store.log_eval(record["run"], "sweep", rows)
 
 
