@@ -99,11 +99,15 @@ def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
 
 
 class TrainResources(Resources):
-    """Where training runs. None lets Ray's cluster decide: a GPU per worker if it has as many."""
+    """Where training runs. None lets Ray's cluster decide: a GPU per worker if it has as many.
+
+    data_reader: packed shards are read ahead by Ray Data's tasks, or by each worker itself; the batches are the same.
+    """
 
     cpus_per_worker: float | None = Field(default=None, gt=0)
     use_gpu: bool | None = None
     worker_failures: int = Field(default=3, ge=0)
+    data_reader: Literal["ray", "direct"] = "ray"
 
 
 class PretrainStep(StepConfig):

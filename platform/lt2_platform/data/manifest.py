@@ -13,6 +13,9 @@ from lt2_platform.data.sources import SourceFile, describe
 from lt2_platform.data.units import Job, Unit, staged
 from lt2_platform.storage import Storage
 
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+
 
 def write_quarantine(
     work: Sequence[Unit], records: Sequence[dict[str, Any]], storage: Storage, job: Job

@@ -19,9 +19,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError
-from lt2_platform.data import mixture, sources, units
-from lt2_platform.data.manifest import describe_sources, refuse_empty, write_quarantine
-from lt2_platform.data.pack import entropy, forced_threshold, holdout_threshold, spans
+from lt2_platform.data import mixture, on_the_fly, sources, units
+from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION, describe_sources, refuse_empty, write_quarantine
+from lt2_platform.data.pack import HASH_SPACE, entropy, forced_threshold, holdout_threshold, spans
 from lt2_platform.data.readers import check_first_rows
 from lt2_platform.data.source_configs import (
     STDLIB,
@@ -37,8 +37,6 @@ from lt2_platform.data.tokenize import Tokenizer, describe, load_tokenizer
 from lt2_platform.data.units import SPLITS, Job, Shard, Unit, tokenize_unit, write_shard
 from lt2_platform.storage import Storage, absolute
 
-SCHEMA_VERSION = 1
-MANIFEST = "manifest.json"
 SHARD_TOKENS = 4 * 2**20
 logger = logging.getLogger(__name__)
 
@@ -51,6 +49,9 @@ class PrepareConfig(Config):
     KiB. `shard_sequences` None means about 4 Mi tokens per shard; `max_documents` keeps the first ones in source order.
     Documents of more than `max_document_tokens`, BOS and EOS included, are split into several, each with a BOS; only
     the last ends with the EOS.
+
+    tokenize "on_the_fly", for corpora too big to prepare: only a validation split is packed, of documents of held-out
+    units, and training tokenises the rest itself (lt2_platform.data.lanes), from the files as they are listed now.
     """
 
     source: AnySource = STDLIB
@@ -63,6 +64,7 @@ class PrepareConfig(Config):
     shard_sequences: int | None = Field(default=None, ge=1)
     max_documents: int | None = Field(default=None, ge=1)
     max_document_tokens: int | None = Field(default=None, ge=3)
+    tokenize: Literal["ahead", "on_the_fly"] = "ahead"
 
     @model_validator(mode="after")
     def _check_source(self) -> PrepareConfig:
@@ -70,6 +72,8 @@ class PrepareConfig(Config):
             for name in ("format", "text_column"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is for a source that is a path; set it inside source, or drop it")
+        if self.tokenize == "on_the_fly" and self.max_documents is not None:
+            raise ValueError("max_documents keeps a few documents, which are better prepared; drop it or tokenize")
         if isinstance(self.source, MixtureConfig) and self.max_documents is not None:
             raise ValueError("max_documents would leave all but the first sources of a mixture out; drop it")
         return self
@@ -88,9 +92,10 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     stopped; manifest.json is written last. Raises ConfigError for input or settings that cannot work.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    files = sources.files_of(config.parts)
+    live = config.tokenize == "on_the_fly"
+    files = sources.files_of(config.parts, sampled=live)
     check_first_rows(files, config.parts)
-    work = units.plan(files, config.parts, config.max_documents)
+    work = [] if live else units.plan(files, config.parts, config.max_documents)
     storage = Storage(out)
     fingerprint = _fingerprint(config, tokenizer, files)
     if storage.exists(MANIFEST):
@@ -98,7 +103,10 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     storage.check_writable()
     try:
         with some_ray(parallelism):
-            manifest = _build(config, tokenizer, files, work, storage, fingerprint, parallelism)
+            if live:
+                manifest = _build_live(config, tokenizer, files, storage, fingerprint, parallelism)
+            else:
+                manifest = _build(config, tokenizer, files, work, storage, fingerprint, parallelism)
     except ConfigError:
         _discard(storage)
         raise
@@ -117,27 +125,7 @@ def _build(
     parallelism: int | None,
 ) -> dict[str, Any]:
     file = _copy_tokenizer(config.tokenizer, storage)
-    width = config.seq_len + 1
-    masked = any(part.masks_loss for part in config.parts)
-    shard_sequences = config.shard_sequences or max(units.ROW_GROUP, SHARD_TOKENS // width // 64 * 64)
-
-    def job(threshold: int) -> Job:
-        staging = f".staging/{_digest([fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS])[:16]}"
-        tokenizer_at = storage.join(file) if file else config.tokenizer
-        return Job(
-            out=storage.root,
-            staging=staging,
-            tokenizer=tokenizer_at,
-            sources=tuple(config.parts),
-            seed=config.seed,
-            threshold=threshold,
-            width=width,
-            shard_sequences=shard_sequences,
-            max_document_tokens=config.max_document_tokens,
-            masked=masked,
-        )
-
-    chosen = job(holdout_threshold(config.validation_fraction))
+    chosen = _job(config, file, storage, fingerprint, holdout_threshold(config.validation_fraction))
     records = _tokenize(work, chosen, parallelism)
     refuse_empty(records, files, config.source)
     lowest = min(record["lowest"] for record in records if record["lowest"] is not None)
@@ -145,30 +133,80 @@ def _build(
     forced = forced_threshold(chosen.threshold, lowest, highest)
     if forced != chosen.threshold:
         # Chance left one side without a document, so the corpus is small: dividing it again is cheap.
-        chosen = job(forced)
+        chosen = _job(config, file, storage, fingerprint, forced)
         records = _tokenize(work, chosen, parallelism)
     for made in (*SPLITS, "quarantine"):
         storage.delete(made)  # what an interrupted run left, half-written temporary files included
     streams, mixed = _streams(config, work, records)
     splits = _write_splits(records, streams, chosen, parallelism)
-    manifest = {
+    manifest = _common(config, tokenizer, file, fingerprint) | {
+        "sources": describe_sources(config.source, config.parts, files, work, records),
+        "splits": splits,
+        "quarantine": write_quarantine(work, records, storage, chosen),
+    }
+    if mixed:
+        manifest["mixture"] = mixed
+    if config.max_document_tokens is not None:
+        manifest["documents_split"] = sum(record["documents_split"] for record in records)
+    return manifest
+
+
+def _build_live(
+    config: PrepareConfig,
+    tokenizer: Tokenizer,
+    files: Sequence[sources.SourceFile],
+    storage: Storage,
+    fingerprint: str,
+    parallelism: int | None,
+) -> dict[str, Any]:
+    file = _copy_tokenizer(config.tokenizer, storage)
+    listing = on_the_fly.plan(config, files)
+    work = listing.held_out_work()
+    job = _job(config, file, storage, fingerprint, HASH_SPACE)  # every document of a held-out unit
+    records = _tokenize(work, job, parallelism)
+    if work:
+        refuse_empty(records, files, config.source)
+    for made in (*SPLITS, "quarantine"):
+        storage.delete(made)
+    splits = _write_splits(records, {"validation": mixture.whole(records, "validation")}, job, parallelism)
+    unknown = {"files": [], "sequences": None, "tokens": None, "dropped_tokens": 0, "documents": None}
+    splits["train"] = unknown | {"unigram_entropy": splits["validation"]["unigram_entropy"]}
+    return _common(config, tokenizer, file, fingerprint) | {
+        "sources": [sources.describe(file, None) for file in files],
+        "splits": splits,
+        "quarantine": write_quarantine(work, records, storage, job),
+        on_the_fly.KEY: listing.record(),
+    }
+
+
+def _job(config: PrepareConfig, file: str | None, storage: Storage, fingerprint: str, threshold: int) -> Job:
+    width = config.seq_len + 1
+    return Job(
+        out=storage.root,
+        staging=f".staging/{_digest([fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS])[:16]}",
+        tokenizer=storage.join(file) if file else config.tokenizer,
+        sources=tuple(config.parts),
+        seed=config.seed,
+        threshold=threshold,
+        width=width,
+        shard_sequences=config.shard_sequences or max(units.ROW_GROUP, SHARD_TOKENS // width // 64 * 64),
+        max_document_tokens=config.max_document_tokens,
+        masked=any(part.masks_loss for part in config.parts),
+    )
+
+
+def _common(config: PrepareConfig, tokenizer: Tokenizer, file: str | None, fingerprint: str) -> dict[str, Any]:
+    """The manifest's entries that only depend on the config."""
+    masked = {"loss_mask": True} if any(part.masks_loss for part in config.parts) else {}
+    return {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
         "tokenizer": {**describe(tokenizer), "file": file},
         "seq_len": config.seq_len,
         "seed": config.seed,
         "config": _settings(config),
-        "sources": describe_sources(config.source, config.parts, files, work, records),
-        "splits": splits,
-        "quarantine": write_quarantine(work, records, storage, chosen),
+        **masked,
     }
-    if masked:
-        manifest["loss_mask"] = True
-    if mixed:
-        manifest["mixture"] = mixed
-    if config.max_document_tokens is not None:
-        manifest["documents_split"] = sum(record["documents_split"] for record in records)
-    return manifest
 
 
 def _streams(
@@ -200,17 +238,19 @@ def _tokenize(work: Sequence[Unit], job: Job, parallelism: int | None) -> list[d
 def _write_splits(
     records: Sequence[dict[str, Any]], streams: dict[str, list[mixture.Segment]], job: Job, parallelism: int | None
 ) -> dict[str, Any]:
-    totals = {split: sum(segment.tokens for segment in streams[split]) for split in SPLITS}
+    totals = {split: sum(segment.tokens for segment in stream) for split, stream in streams.items()}
     # The end of the training stream that fills no row is dropped; validation keeps it, padded.
-    rows = {"train": totals["train"] // job.width, "validation": -(-totals["validation"] // job.width)}
-    if not rows["train"]:
+    rows = {
+        split: total // job.width if split == "train" else -(-total // job.width) for split, total in totals.items()
+    }
+    if rows.get("train") == 0:
         raise ConfigError(
             f"the corpus has {totals['train']:,} training tokens, fewer than one sequence of seq_len + 1 = "
             f"{job.width:,}; lower prepare.seq_len or add text"
         )
-    shards = [shard for split in SPLITS for shard in _shards(streams[split], job, split, rows[split], totals[split])]
-    files: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-    counts = {split: np.zeros(1, dtype=np.int64) for split in SPLITS}
+    shards = [shard for split in streams for shard in _shards(streams[split], job, split, rows[split], totals[split])]
+    files: dict[str, list[dict[str, Any]]] = {split: [] for split in streams}
+    counts = {split: np.zeros(1, dtype=np.int64) for split in streams}
     for done, (file, shard_counts) in enumerate(spread(write_shard, shards, job, parallelism), start=1):
         logger.info("wrote %d of %d shards", done, len(shards))
         split = file["path"].split("/")[0]
@@ -225,7 +265,7 @@ def _write_splits(
             "documents": sum(record["documents"].get(split, 0) for record in records),
             "unigram_entropy": entropy(counts[split]),
         }
-        for split in SPLITS
+        for split in streams
     }
 
 
@@ -251,8 +291,9 @@ def _fingerprint(config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[so
 def _settings(config: PrepareConfig) -> dict[str, Any]:
     """The config as JSON; options younger than the first datasets are absent at their default, so those stay valid."""
     settings = config.model_dump(mode="json")
-    if config.max_document_tokens is None:
-        del settings["max_document_tokens"]
+    for name in ("max_document_tokens", "tokenize"):
+        if getattr(config, name) == PrepareConfig.model_fields[name].default:
+            del settings[name]
     return settings
 
 

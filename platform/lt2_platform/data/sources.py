@@ -21,6 +21,8 @@ from lt2_platform.storage import S3, absolute, arrow_filesystem, filesystem
 PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line after each 128 KiB (about 32k tokens)
 UNIT_BYTES = 2 * 2**20
 MAX_UNITS = 10_000
+SAMPLED = "sampled:"
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 _FORMATS = {
     ".txt": "text", ".text": "text", ".md": "text", ".py": "text",
@@ -32,7 +34,7 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input file. `name` is what messages and manifests say; `version` is its sha256 or S3 etag.
+    """One input file. `name` is what messages and manifests say; `version` is its sha256, its S3 etag, or SAMPLED….
 
     `source` is the index of the source it belongs to.
     """
@@ -55,19 +57,22 @@ class Slice:
     stop: int | None
 
 
-def files_of(parts: Sequence[FileSource]) -> list[SourceFile]:
+def files_of(parts: Sequence[FileSource], *, sampled: bool = False) -> list[SourceFile]:
     """The files of every source, source by source; raises ConfigError as `find_files` does."""
     return [
         replace(file, source=index)
         for index, part in enumerate(parts)
-        for file in find_files(part.path, part.format, by_extension=part.by_extension)
+        for file in find_files(part.path, part.format, by_extension=part.by_extension, sampled=sampled)
     ]
 
 
-def find_files(source: str | Sequence[str], format: str = "auto", *, by_extension: bool = False) -> list[SourceFile]:
+def find_files(
+    source: str | Sequence[str], format: str = "auto", *, by_extension: bool = False, sampled: bool = False
+) -> list[SourceFile]:
     """Every file of `source` (paths, globs, folders, "python-stdlib"), in a fixed order, each once.
 
     `by_extension`: with a given format, leave out of folders and globs what has no extension of that format.
+    `sampled`: tell versions of local files by a few of their blocks instead of reading all of them.
     Raises ConfigError for a missing path, a glob or folder without usable files, an unknown extension.
     """
     sources = [source] if isinstance(source, str) else list(source)
@@ -78,7 +83,7 @@ def find_files(source: str | Sequence[str], format: str = "auto", *, by_extensio
     if not named:
         raise ConfigError("no source given; set prepare.source to a file, folder, glob or python-stdlib")
     with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(lambda item: _inspect(item[1], item[0], format), named.items()))
+        return list(pool.map(lambda item: _inspect(item[1], item[0], format, sampled), named.items()))
 
 
 def _expand(source: str, format: str, by_extension: bool) -> Iterable[tuple[str, str]]:
@@ -146,19 +151,31 @@ def _format_of(path: str, format: str) -> tuple[str, str | None]:
     return chosen, None if chosen == "parquet" else compression
 
 
-def _inspect(name: str, path: str, format: str) -> SourceFile:
+def _inspect(name: str, path: str, format: str, sampled: bool) -> SourceFile:
     chosen, compression = _format_of(path, format)
+    return SourceFile(name, path, chosen, compression, *version_of(path, sampled=sampled))
+
+
+def version_of(path: str, *, sampled: bool) -> tuple[int, str]:
+    """(bytes, version) of a file: S3's etag, or the sha256 of a local file, or of blocks of it."""
     if path.startswith(S3):
         info = filesystem(path).info(path)
-        return SourceFile(name, path, chosen, compression, int(info["size"]), str(info.get("ETag", "")).strip('"'))
+        return int(info["size"]), str(info.get("ETag", "")).strip('"')
+    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return SourceFile(name, path, chosen, compression, os.path.getsize(path), digest)
+        if not sampled:
+            return size, hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        for index in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return size, SAMPLED + digest.hexdigest()
 
 
-def describe(file: SourceFile, documents: int) -> dict[str, Any]:
+def describe(file: SourceFile, documents: int | None) -> dict[str, Any]:
     """The manifest's record of a source file."""
-    version = {"etag" if file.path.startswith(S3) else "sha256": file.version}
+    kind = "etag" if file.path.startswith(S3) else "sampled" if file.version.startswith(SAMPLED) else "sha256"
+    version = {kind: file.version.removeprefix(SAMPLED)}
     return {"type": file.format, "path": file.name, "bytes": file.bytes, "documents": documents, **version}
 
 

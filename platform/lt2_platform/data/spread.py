@@ -47,7 +47,7 @@ def spread(
 
     if not items:
         return
-    with _quiet():
+    with quiet():
         rows = [{"item": pickle.dumps(item)} for item in items]
         data = ray.data.from_items(rows, override_num_blocks=len(rows))
         data.context.enable_progress_bars = False
@@ -76,7 +76,8 @@ def _call(call: bytes, row: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Ray Data's log without its plans and progress."""
     log = logging.getLogger("ray.data")
     level = log.level
     log.setLevel(logging.WARNING)

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
-from lt2_platform.data.prepare import MANIFEST, SCHEMA_VERSION
+from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION
 from lt2_platform.data.units import ROW_GROUP
 from lt2_platform.storage import Storage
 
@@ -108,6 +108,8 @@ class PackedDataset:
         self.manifest = load_manifest(uri)
         if split not in self.manifest["splits"]:
             raise ConfigError(f"dataset {uri} has no split '{split}'; use {' or '.join(self.manifest['splits'])}")
+        if self.manifest["splits"][split]["sequences"] is None:
+            raise ConfigError(f"dataset {uri} has no packed {split} split: it is tokenised while training")
         files = self.manifest["splits"][split]["files"]
         self.paths: list[str] = [file["path"] for file in files]
         self.n_sequences: int = self.manifest["splits"][split]["sequences"]
@@ -156,10 +158,7 @@ class PackedDataset:
         Rank r gets entries [G·r/W, G·(r+1)/W) of each batch of G. `prefetch` batches are read ahead by a thread
         (0: none), which ends when the iterator is closed or collected.
         """
-        if not self.n_sequences:
-            raise ConfigError(f"dataset {self.storage.root} has no {self.split} sequence; prepare more text")
-        if world_size > global_batch_size:
-            raise ConfigError(f"global_batch_size {global_batch_size} is smaller than {world_size} workers; raise it")
+        check_share(self, global_batch_size, world_size)
         own = self._own_batches(position, global_batch_size, rank, world_size, seed)
         return read_ahead(own, prefetch) if prefetch else own
 
@@ -214,6 +213,14 @@ class PackedDataset:
                 raise self._damaged(index, "the file is missing") from error
             if hashlib.sha256(content).hexdigest() != file["sha256"]:
                 raise self._damaged(index, "its sha256 is not the manifest's")
+
+
+def check_share(dataset: PackedDataset, global_batch_size: int, world_size: int) -> None:
+    """Raise ConfigError for a split without sequences, or more workers than sequences in a batch."""
+    if not dataset.n_sequences:
+        raise ConfigError(f"dataset {dataset.storage.root} has no {dataset.split} sequence; prepare more text")
+    if world_size > global_batch_size:
+        raise ConfigError(f"global_batch_size {global_batch_size} is smaller than {world_size} workers; raise it")
 
 
 def load_manifest(uri: str) -> dict[str, Any]:
@@ -273,5 +280,7 @@ def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
         finally:
             stopped.set()
             thread.join()
+            if (close := getattr(source, "close", None)) is not None:
+                close()
 
     return consume()

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from lt2.config import ConfigError, ModelConfig
 from lt2.train_config import TrainConfig
+from lt2_platform.data.on_the_fly import KEY, Listing
 from lt2_platform.data.stream import load_manifest
 from lt2_platform.distill.teacher import identity
 from lt2_platform.results import check_name, differences
@@ -46,6 +47,8 @@ def open_run(
     check_name(run_id, "run id")
     manifest = load_manifest(data)
     model = resolve_model(config.model, manifest, data)
+    if KEY in manifest:
+        Listing.read(manifest[KEY]).check_unchanged()
     check_divisible(config.train.global_batch_size, num_workers)
     storage = Storage(out)
     places = {name: absolute(place) for name, place in asdict(sources or Sources()).items() if place is not None}

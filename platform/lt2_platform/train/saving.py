@@ -35,8 +35,9 @@ class Saver:
 
     When storage refuses (full disk, S3 away), training goes on and the save is tried again at the steps that are
     logged, after 1, 2, 4, … at most 60 seconds; `settle` waits for it. After `train.save_patience_s` of refusals
-    StorageRefusedError is raised. All methods are collective. flush: writes the metrics, on rank 0. As a context it
-    ends with no thread at work. stalled_s: seconds that the loop has been kept waiting since `take_stalled`.
+    StorageRefusedError is raised. All methods are collective. flush: writes the metrics, on rank 0. data_files: what
+    the data needs to go on from a state, by name; collective. As a context it ends with no thread at work. stalled_s:
+    seconds that the loop has been kept waiting since `take_stalled`.
     """
 
     folder: str
@@ -48,6 +49,7 @@ class Saver:
     validation_losses: Callable[[], dict[int, float]]
     flush: Callable[[], None]
     pinned: Callable[[], set[str]] = set
+    data_files: Callable[[TrainState], dict[str, bytes]] = lambda state: {}
     reported: float = -math.inf
     saved: int = -1
     refused_since: float | None = None
@@ -146,7 +148,7 @@ class Saver:
             state,
             config=self.model_config,
             tokenizer=self.tokenizer,
-            tokenizer_files=self.tokenizer_files,
+            tokenizer_files=self.tokenizer_files | self.data_files(state),
             train=self.config.model_dump(mode="json"),
             keep=Keep(self.config.keep_checkpoints, self.config.keep_every, self.config.keep_best),
             validation_loss=self.validation_losses().get(state.step),

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray.train
@@ -20,6 +20,7 @@ from ray.train.torch import TorchTrainer
 
 from lt2.config import ConfigError
 from lt2.training import NonFiniteLossError
+from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
@@ -46,6 +47,7 @@ def pretrain(
     cpus_per_worker: float | None = None,
     use_gpu: bool = False,
     max_failures: int = 3,
+    data_reader: Literal["ray", "direct"] = "ray",
     progress: Progress | None = None,
     sources: Sources | None = None,
     info: dict[str, Any] | None = None,
@@ -55,8 +57,9 @@ def pretrain(
     The summary holds checkpoint (URI), step, position, tokens and loss. The same call after any interruption goes on
     from the newest complete checkpoint, with any number of workers; after the end it returns at once. Metrics go to
     run `run_id` of the results store under `storage_root`; `info` is provenance for it. sources: for objectives that
-    start from or learn from other models. progress is called in a thread
-    with {step, steps, loss, tokens_per_s, eta_s}. Uses the running Ray, or a local one for the duration.
+    start from or learn from other models. progress is called in a thread with {step, steps, loss, tokens_per_s, eta_s}.
+    data_reader: packed shards are read ahead by tasks of Ray Data, or by the workers themselves; the batches are the
+    same. Uses the running Ray, or a local one for the duration.
     Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, and Ray's WorkerGroupError
     when workers failed more than max_failures times.
     """
@@ -76,7 +79,7 @@ def pretrain(
     with some_ray(None):
         scaling = _scaling(num_workers, cpus_per_worker, use_gpu)
         with _followed(storage, progress):
-            result = _fit(spec, storage, scaling, num_workers, max_failures)
+            result = _fit(spec, storage, scaling, num_workers, max_failures, data_reader)
     return close_run(spec, result)
 
 
@@ -97,7 +100,7 @@ def _scaling(num_workers: int, cpus_per_worker: float | None, use_gpu: bool) -> 
 
 
 def _fit(
-    spec: WorkerSpec, storage: Storage, scaling: ScalingConfig, num_workers: int, max_failures: int
+    spec: WorkerSpec, storage: Storage, scaling: ScalingConfig, num_workers: int, max_failures: int, data_reader: str
 ) -> dict[str, Any]:
     # A new name per attempt: Ray must not resume anything on its own.
     name = f"attempt-{len(storage.list('ray')) + 1:04d}"
@@ -111,7 +114,8 @@ def _fit(
         failure_config=FailureConfig(max_failures=max_failures),
         worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
     )
-    trainer = TorchTrainer(_work, train_loop_config=asdict(spec), scaling_config=scaling, run_config=run_config)
+    settings = {"spec": asdict(spec), "data_reader": data_reader}
+    trainer = TorchTrainer(_work, train_loop_config=settings, scaling_config=scaling, run_config=run_config)
     outcome: Any = trainer.fit().return_value  # rank 0's
     if outcome["error"] == "config":
         raise ConfigError(outcome["message"])
@@ -120,11 +124,12 @@ def _fit(
     return outcome["summary"]
 
 
-def _work(spec: dict[str, Any]) -> dict[str, Any]:
+def _work(settings: dict[str, Any]) -> dict[str, Any]:
     """On each worker. Errors that a retry cannot cure are returned: Ray would spend its retries on raised ones."""
+    spec, reader = settings["spec"], ray_batches if settings["data_reader"] == "ray" else None
     try:
         live = [LiveMetrics(spec["run_id"])] if ray.train.get_context().get_world_rank() == 0 else []
-        summary = worker.run(WorkerSpec(**spec), report=report_to_ray, callbacks=live, stop=ray_notice())
+        summary = worker.run(WorkerSpec(**spec), report=report_to_ray, callbacks=live, stop=ray_notice(), reader=reader)
         return {"error": None, "summary": summary}
     except ConfigError as error:
         return {"error": "config", "message": str(error)}

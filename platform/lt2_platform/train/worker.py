@@ -33,6 +33,7 @@ from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint, ranks
 from lt2_platform.train.config import Sources
+from lt2_platform.train.feed import Feed, Reader
 from lt2_platform.train.observe import Observer
 from lt2_platform.train.preemption import on_sigterm
 from lt2_platform.train.rollback import Rollbacks
@@ -66,6 +67,7 @@ def run(
     report: Callable[[dict[str, Any]], None] | None = None,
     callbacks: Sequence[Any] = (),
     stop: Callable[[], int] | None = None,
+    reader: Reader | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of the process group (or alone), from the newest checkpoint in `<out>/checkpoints` if any.
 
@@ -75,13 +77,14 @@ def run(
     report({"step", "loss", "checkpoint"}) tells the launcher of a checkpoint. It is called on all ranks together, for
     the last one and for others at least saving.REPORT_SECONDS apart. callbacks and stop: see lt2.training.train;
     callbacks come after ours. Without stop, SIGTERM saves and raises PreemptedError, and another call does the rest.
+    reader: who reads packed shards; None: this process.
     """
     config = TrainConfig.model_validate(spec.train)
     rollbacks = Rollbacks(spec.out, spec.storage_root, spec.run_id, config.rollbacks)
     with nullcontext(stop) if stop else on_sigterm() as asked:
         while True:
             try:
-                return asdict(_train(spec, config, rollbacks.positions(), report, callbacks, asked))
+                return asdict(_train(spec, config, rollbacks.positions(), report, callbacks, asked, reader))
             except PreemptedError as error:
                 if ranks.is_rank_zero():
                     store = ResultsStore(Storage(spec.storage_root))
@@ -99,11 +102,13 @@ def _train(
     report: Callable[[dict[str, Any]], None] | None,
     callbacks: Sequence[Any],
     stop: Callable[[], int],
+    reader: Reader | None,
 ) -> TrainState:
     model_config = ModelConfig.model_validate(spec.model)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     check_divisible(config.global_batch_size, world_size)
-    dataset = PackedDataset(spec.data, "train")
+    feed = Feed.open(spec.data, config, rank, world_size)
+    dataset = feed.dataset
     tokenizer = dataset.manifest["tokenizer"]
     device = _device()
     sources, folder = Sources(**spec.sources), Storage(spec.out).join("checkpoints")
@@ -121,18 +126,12 @@ def _train(
     torch.manual_seed(config.seed + 1 + rank)  # ranks draw different numbers from here on; a checkpoint replaces this
 
     state = _resume(folder, model, optimizer, model_config, tokenizer)
-    batches: Any = dataset.batches(  # a generator: closing it ends its read-ahead thread
-        position=state.position,
-        global_batch_size=config.global_batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=config.seed,
-        prefetch=spec.prefetch if sources.topk is None else 0,
+    batches = feed.batches(
+        state, spec.out, skip, prefetch=spec.prefetch if sources.topk is None else 0, reader=reader
     )
     if sources.topk is not None:
-        batches = read_ahead(
-            StoredTopK(sources.topk, dataset, document_mask=config.document_mask).attach(batches), spec.prefetch
-        )
+        stored = StoredTopK(sources.topk, feed.packed(), document_mask=config.document_mask)
+        batches = read_ahead(stored.attach(batches), spec.prefetch)
     logger = _Logger.open(spec, config) if rank == 0 else None
     evaluator = _Evaluator(spec.data, config, logger)
     saver = Saver(
@@ -144,6 +143,7 @@ def _train(
         report,
         validation_losses=lambda: evaluator.last,
         flush=logger.writer.flush if logger else lambda: None,
+        data_files=feed.files,
     )
     observer = Observer.build(model, config, dataset.seq_len, device)
     ours = [each for each in (observer, SaveCost(saver), logger, evaluator, saver) if each is not None]

@@ -287,11 +287,11 @@ def test_after_an_error_no_task_writes(local_ray, tmp_path):
     def fail_or_write(number, folder):
         if number == 0:
             raise OSError("disk full")
-        time.sleep(0.05)
+        time.sleep(0.5)  # all of them would take 50 s
         (folder / str(number)).touch()
 
     with pytest.raises(OSError, match="disk full"):
         list(spread(fail_or_write, range(200), tmp_path, None))
     before = len(list(tmp_path.iterdir()))
     time.sleep(1)
-    assert len(list(tmp_path.iterdir())) == before < 150
+    assert len(list(tmp_path.iterdir())) == before < 199

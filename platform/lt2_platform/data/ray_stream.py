@@ -1,0 +1,137 @@
+"""The training order read by Ray Data: tasks of the cluster read ahead of each worker, in exactly the planned order.
+
+The order is `stream.order`'s, so position, resume and batches are those of `PackedDataset.batches`, bit for bit. A
+task reads one chunk of this rank's share: consecutive steps, about one shuffle window of them, so that a row group is
+decoded about once. Chunks are stateless; one whose process or node dies is read again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lt2.config import ConfigError
+from lt2_platform.data.stream import WINDOW_BLOCKS, PackedDataset, check_share, indices_at, read_ahead
+from lt2_platform.data.units import ROW_GROUP
+
+CHUNK_BYTES = 32 * 2**20
+SEGMENT = 1024  # chunks of one execution: planning all of a long run at once would take seconds
+TASKS = 2  # chunks being read at once, per rank
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of the order: batches of `size` from `position`, of which it takes entries [first, last)."""
+
+    uri: str
+    fingerprint: str | None  # of the dataset: processes that read remember what they read
+    seed: int
+    n_sequences: int
+    position: int
+    size: int
+    first: int
+    last: int
+    chunk: int  # steps per chunk
+
+    def indices(self, step: int, steps: int) -> np.ndarray:
+        """Sequence numbers of `steps` batches from the `step`-th one on."""
+        starts = range(self.position + step * self.size, self.position + (step + steps) * self.size, self.size)
+        parts = [indices_at(self.seed, self.n_sequences, at + self.first, at + self.last) for at in starts]
+        return np.concatenate(parts)
+
+
+def ray_batches(
+    dataset: PackedDataset,
+    *,
+    position: int,
+    global_batch_size: int,
+    limit: int,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    prefetch: int = 2,
+) -> Iterator[dict[str, np.ndarray]]:
+    """The next `limit` batches that `dataset.batches` would give, read by tasks of the running Ray.
+
+    Two tasks a rank read ahead; `prefetch` batches lie ready in this process (0: none). The tasks ask for no CPU:
+    workers that hold all of them would otherwise wait for ever for data that no task may read.
+    """
+    check_share(dataset, global_batch_size, world_size)
+    first, last = global_batch_size * rank // world_size, global_batch_size * (rank + 1) // world_size
+    step_bytes = (last - first) * (dataset.seq_len + 1) * 8
+    steps = max(1, min(WINDOW_BLOCKS * ROW_GROUP // global_batch_size, CHUNK_BYTES // step_bytes, limit))
+    share = Share(
+        dataset.uri,
+        dataset.manifest.get("fingerprint"),
+        seed,
+        dataset.n_sequences,
+        position,
+        global_batch_size,
+        first,
+        last,
+        steps,
+    )
+    own = _batches(share, limit, steps * step_bytes)
+    return read_ahead(own, prefetch) if prefetch else own
+
+
+def _batches(share: Share, limit: int, chunk_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+    rows = share.last - share.first
+    chunks = -(-limit // share.chunk)
+    left = limit
+    for begin in range(0, chunks, SEGMENT):
+        for block in _blocks(share, begin, min(begin + SEGMENT, chunks), chunk_bytes):
+            if "error" in block:
+                raise ConfigError(str(block["error"][0]))
+            for at in range(0, min(len(block["ids"]), left * rows), rows):
+                batch = {name: values[at : at + rows] for name, values in block.items()}
+                # A copy: the block is memory that tasks share and nobody may write to.
+                yield {name: values.astype(_HANDED.get(name, values.dtype)) for name, values in batch.items()}
+            left -= share.chunk
+
+
+_HANDED = {"tokens": np.int64}  # travels as int32
+
+
+def _blocks(share: Share, begin: int, end: int, chunk_bytes: int) -> Iterator[Any]:
+    import ray.data
+    from ray.data import ExecutionResources
+
+    from lt2_platform.data.spread import quiet
+
+    with quiet():
+        data = ray.data.range(end - begin, override_num_blocks=end - begin)
+        data.context.enable_progress_bars = False
+        data.context.execution_options.preserve_order = True
+        data.context.op_resource_reservation_enabled = False
+        # Every rank runs an execution of its own, and each would otherwise think that the object store is all its.
+        data.context.execution_options.resource_limits = ExecutionResources(object_store_memory=4 * TASKS * chunk_bytes)
+        read: Any = functools.partial(_read, share, begin)
+        data = data.map_batches(
+            read,
+            batch_size=None,
+            num_cpus=0,
+            compute=ray.data.TaskPoolStrategy(size=min(TASKS, end - begin)),
+            zero_copy_batch=True,
+        )
+        yield from data.iter_batches(batch_size=None, prefetch_batches=1)
+
+
+@functools.lru_cache(maxsize=2)  # a process that reads chunk after chunk keeps its row groups
+def _dataset(uri: str, fingerprint: str | None) -> PackedDataset:
+    return PackedDataset(uri)
+
+
+def _read(share: Share, begin: int, chunk: dict[str, np.ndarray]) -> dict[str, Any]:
+    (number,) = chunk["id"]
+    try:
+        found = _dataset(share.uri, share.fingerprint).batch(
+            share.indices((begin + int(number)) * share.chunk, share.chunk)
+        )
+    except ConfigError as error:  # raised here, it would reach the worker wrapped in Ray's own exception, after retries
+        return {"error": np.array([str(error)])}
+    return {**found, "tokens": found["tokens"].astype(np.int32)}
