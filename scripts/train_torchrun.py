@@ -27,6 +27,7 @@ from lt2.training import PreemptedError  # noqa: E402
 from lt2_platform.storage import default_root  # noqa: E402
 from lt2_platform.train import run_folder, worker  # noqa: E402
 from lt2_platform.train.config import PretrainConfig  # noqa: E402
+from lt2_platform.train.wandb_sink import WandbSink  # noqa: E402
 
 
 def main() -> int:
@@ -36,6 +37,10 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="run folder, local or s3://")
     parser.add_argument("--storage", default=default_root(), help="root of the results store")
     parser.add_argument("--run-id", default=None, help="name in the results store (default: the run folder's name)")
+    parser.add_argument(
+        "--wandb", default="auto", choices=["auto", "online", "offline", "off"],
+        help="auto: what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run folder",
+    )  # fmt: skip
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
@@ -52,7 +57,11 @@ def main() -> int:
             storage_root=arguments.storage,
             num_workers=world_size,
         )
-        result = worker.run(spec)
+        # One rank's curve is everybody's.
+        rank_zero = int(os.environ.get("RANK", 0)) == 0
+        sink = WandbSink(spec.run_id, spec.out, config.model_dump(mode="json"), arguments.wandb if rank_zero else "off")
+        with sink:
+            result = worker.run(spec, callbacks=[sink])
     except PreemptedError as stop:
         print(f"{stop}; the same command goes on from there", file=sys.stderr)
         return 143

@@ -15,6 +15,7 @@ import fsspec
 import pytest
 
 LOOPBACK = "127.0.0.1"
+os.environ["WANDB_MODE"] = "disabled"  # every training run would start wandb's own process; its tests ask for it
 
 
 def _free_port() -> int:

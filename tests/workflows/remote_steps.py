@@ -28,7 +28,7 @@ class RemoteStep(StepConfig):
 def work(trace: str, pause_s: float) -> str:
     Path(trace, "worker").write_text(str(os.getpid()))
     live = LiveMetrics("a-run")  # as rank 0 of training publishes its own
-    live.on_step(TrainState(step=7), dict.fromkeys(GAUGES, 0.5))
+    live.on_step(TrainState(step=7), dict.fromkeys([*GAUGES, "rho_norm_0"], 0.5))
     deadline = time.monotonic() + pause_s
     while time.monotonic() < deadline and not Path(trace, "go").exists():
         time.sleep(0.05)

@@ -102,12 +102,14 @@ class TrainResources(Resources):
     """Where training runs. None lets Ray's cluster decide: a GPU per worker if it has as many.
 
     data_reader: packed shards are read ahead by Ray Data's tasks, or by each worker itself; the batches are the same.
+    wandb "auto": what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run's folder.
     """
 
     cpus_per_worker: float | None = Field(default=None, gt=0)
     use_gpu: bool | None = None
     worker_failures: int = Field(default=3, ge=0)
     data_reader: Literal["ray", "direct"] = "ray"
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
 
 
 class PretrainStep(StepConfig):
@@ -173,6 +175,8 @@ def train_options(resources: TrainResources, context: StepContext) -> dict[str, 
         "cpus_per_worker": resources.cpus_per_worker,
         "use_gpu": use_gpu,
         "max_failures": resources.worker_failures,
+        "data_reader": resources.data_reader,
+        "wandb": resources.wandb,
         "progress": context.progress,
         "info": {"workflow": context.workflow.id, "step": context.step.id, **provenance()},
     }

@@ -164,8 +164,12 @@ def _build_live(
     work = listing.held_out_work()
     job = _job(config, file, storage, fingerprint, HASH_SPACE)  # every document of a held-out unit
     records = _tokenize(work, job, parallelism)
-    if work:
-        refuse_empty(records, files, config.source)
+    if work and not any(sum(record["documents"].values()) for record in records):
+        reasons = sorted(set().union(*(record["reasons"] for record in records)))
+        found = f" ({', '.join(reasons)})" if reasons else ""
+        raise ConfigError(
+            f"no usable document in the units held out{found}; check the source, or set another prepare.seed"
+        )
     for made in (*SPLITS, "quarantine"):
         storage.delete(made)
     splits = _write_splits(records, {"validation": mixture.whole(records, "validation")}, job, parallelism)

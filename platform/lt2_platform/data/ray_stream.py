@@ -19,7 +19,7 @@ from lt2_platform.data.stream import WINDOW_BLOCKS, PackedDataset, check_share, 
 from lt2_platform.data.units import ROW_GROUP
 
 CHUNK_BYTES = 32 * 2**20
-SEGMENT = 1024  # chunks of one execution: planning all of a long run at once would take seconds
+SEGMENT = 256  # chunks of one execution: planning all of a long run at once would take seconds
 TASKS = 2  # chunks being read at once, per rank
 
 
@@ -104,13 +104,15 @@ def _blocks(share: Share, begin: int, end: int, chunk_bytes: int) -> Iterator[An
     from lt2_platform.data.spread import quiet
 
     with quiet():
-        data = ray.data.range(end - begin, override_num_blocks=end - begin)
+        # Not ray.data.range: its own read tasks would each ask for a CPU.
+        numbers = [{"chunk": number} for number in range(begin, end)]
+        data = ray.data.from_items(numbers, override_num_blocks=len(numbers))
         data.context.enable_progress_bars = False
         data.context.execution_options.preserve_order = True
         data.context.op_resource_reservation_enabled = False
         # Every rank runs an execution of its own, and each would otherwise think that the object store is all its.
         data.context.execution_options.resource_limits = ExecutionResources(object_store_memory=4 * TASKS * chunk_bytes)
-        read: Any = functools.partial(_read, share, begin)
+        read: Any = functools.partial(_read, share)
         data = data.map_batches(
             read,
             batch_size=None,
@@ -126,12 +128,10 @@ def _dataset(uri: str, fingerprint: str | None) -> PackedDataset:
     return PackedDataset(uri)
 
 
-def _read(share: Share, begin: int, chunk: dict[str, np.ndarray]) -> dict[str, Any]:
-    (number,) = chunk["id"]
+def _read(share: Share, chunk: dict[str, np.ndarray]) -> dict[str, Any]:
+    (number,) = chunk["chunk"]
     try:
-        found = _dataset(share.uri, share.fingerprint).batch(
-            share.indices((begin + int(number)) * share.chunk, share.chunk)
-        )
+        found = _dataset(share.uri, share.fingerprint).batch(share.indices(int(number) * share.chunk, share.chunk))
     except ConfigError as error:  # raised here, it would reach the worker wrapped in Ray's own exception, after retries
         return {"error": np.array([str(error)])}
     return {**found, "tokens": found["tokens"].astype(np.int32)}

@@ -13,6 +13,8 @@ from lt2.training import SAVE, STOP
 
 log = logging.getLogger(__name__)
 
+_terminated = threading.Event()  # this process got SIGTERM; signals are a matter of the process, so is this
+
 
 @contextmanager
 def on_sigterm() -> Iterator[Callable[[], int]]:
@@ -35,6 +37,29 @@ def on_sigterm() -> Iterator[Callable[[], int]]:
         yield lambda: STOP if came.is_set() else 0
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def ray_sigterm() -> Callable[[], int]:
+    """For a worker of Ray Train: asks to stop once this very process has got SIGTERM.
+
+    The loop runs in a thread and a signal belongs to the main one, which is where tasks of the worker's actor run.
+    """
+    import ray
+
+    _terminated.clear()
+    worker = ray.get_runtime_context().current_actor
+    worker.__ray_call__.remote(_note_sigterm)  # not waited for: it comes in turn, after what starts this thread
+    return lambda: STOP if _terminated.is_set() else 0
+
+
+def _note_sigterm(actor: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def note(signum: int, frame: Any) -> None:
+        _terminated.set()
+        signal.signal(signal.SIGTERM, before)  # a second one ends the process
+
+    signal.signal(signal.SIGTERM, note)
 
 
 def ray_notice() -> Callable[[], int]:

@@ -6,6 +6,7 @@ in `<out>/checkpoints` (Ray's record can miss a checkpoint it was just told of, 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -19,18 +20,21 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from lt2.config import ConfigError
-from lt2.training import NonFiniteLossError
+from lt2.training import NonFiniteLossError, PreemptedError
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.config import PretrainConfig, Sources
 from lt2_platform.train.live_metrics import LiveMetrics
-from lt2_platform.train.preemption import ray_notice
+from lt2_platform.train.preemption import ray_notice, ray_sigterm
 from lt2_platform.train.run_folder import close_run, open_run, summary
+from lt2_platform.train.wandb_sink import WandbMode, WandbSink
 from lt2_platform.train.worker import PROGRESS, WorkerSpec
 
 __all__ = ["PretrainConfig", "pretrain"]
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[dict[str, Any]], None]
 POLL_SECONDS = 0.5
@@ -48,6 +52,7 @@ def pretrain(
     use_gpu: bool = False,
     max_failures: int = 3,
     data_reader: Literal["ray", "direct"] = "ray",
+    wandb: WandbMode = "auto",
     progress: Progress | None = None,
     sources: Sources | None = None,
     info: dict[str, Any] | None = None,
@@ -79,7 +84,9 @@ def pretrain(
     with some_ray(None):
         scaling = _scaling(num_workers, cpus_per_worker, use_gpu)
         with _followed(storage, progress):
-            result = _fit(spec, storage, scaling, num_workers, max_failures, data_reader)
+            settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb}
+            while (result := _fit(settings, storage, scaling, num_workers, max_failures)) is None:
+                log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
     return close_run(spec, result)
 
 
@@ -100,8 +107,9 @@ def _scaling(num_workers: int, cpus_per_worker: float | None, use_gpu: bool) -> 
 
 
 def _fit(
-    spec: WorkerSpec, storage: Storage, scaling: ScalingConfig, num_workers: int, max_failures: int, data_reader: str
-) -> dict[str, Any]:
+    settings: dict[str, Any], storage: Storage, scaling: ScalingConfig, num_workers: int, max_failures: int
+) -> dict[str, Any] | None:
+    """One life of a worker group: the result, or None if it ended early because a worker was told to."""
     # A new name per attempt: Ray must not resume anything on its own.
     name = f"attempt-{len(storage.list('ray')) + 1:04d}"
     filesystem, path = storage.arrow_fs("ray")
@@ -114,23 +122,35 @@ def _fit(
         failure_config=FailureConfig(max_failures=max_failures),
         worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
     )
-    settings = {"spec": asdict(spec), "data_reader": data_reader}
     trainer = TorchTrainer(_work, train_loop_config=settings, scaling_config=scaling, run_config=run_config)
     outcome: Any = trainer.fit().return_value  # rank 0's
     if outcome["error"] == "config":
         raise ConfigError(outcome["message"])
     if outcome["error"] == "diverged":
         raise NonFiniteLossError(outcome["message"])
-    return outcome["summary"]
+    return None if outcome["error"] == "preempted" else outcome["summary"]
 
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
     """On each worker. Errors that a retry cannot cure are returned: Ray would spend its retries on raised ones."""
     spec, reader = settings["spec"], ray_batches if settings["data_reader"] == "ray" else None
+    notice, sigterm = ray_notice(), ray_sigterm()
+    first = ray.train.get_context().get_world_rank() == 0
+    run = {"model": spec["model"], "train": spec["train"], **spec["info"].get("config", {})}
+    sink = WandbSink(spec["run_id"], spec["out"], run, settings["wandb"] if first else "off")
+    live = [LiveMetrics(spec["run_id"]), sink] if first else []
     try:
-        live = [LiveMetrics(spec["run_id"])] if ray.train.get_context().get_world_rank() == 0 else []
-        summary = worker.run(WorkerSpec(**spec), report=report_to_ray, callbacks=live, stop=ray_notice(), reader=reader)
+        with sink:
+            summary = worker.run(
+                WorkerSpec(**spec),
+                report=report_to_ray,
+                callbacks=live,
+                stop=lambda: max(notice(), sigterm()),
+                reader=reader,
+            )
         return {"error": None, "summary": summary}
+    except PreemptedError:
+        return {"error": "preempted"}
     except ConfigError as error:
         return {"error": "config", "message": str(error)}
     except NonFiniteLossError as error:

@@ -17,7 +17,7 @@ from lt2.training import NonFiniteLossError
 from lt2_platform.results import ResultsStore
 from lt2_platform.results_parts import list_parts
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint, worker
+from lt2_platform.train import checkpoint, trainer, worker
 from lt2_platform.train.trainer import PretrainConfig, pretrain
 from tests.platform.train.packed import MODEL, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run
@@ -122,6 +122,40 @@ def test_a_killed_worker_changes_nothing(tmp_path, on_ranks, local_ray):
     assert seen[-1].keys() == {"step", "steps", "loss", "tokens_per_s", "eta_s"}
     again = run(tmp_path)  # a finished run answers at once, without workers
     assert again == summary
+
+
+def slow_work(settings):
+    """On a worker: the same, at 30 ms a step, so that a signal finds it training on the fastest machine."""
+    from_numpy = worker.Batch.from_numpy
+
+    def slowly(arrays):
+        time.sleep(0.03)
+        return from_numpy(arrays)
+
+    worker.Batch.from_numpy = slowly
+    return trainer._work(settings)
+
+
+def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, local_ray, monkeypatch):
+    monkeypatch.setattr(trainer, "_work", slow_work)
+    write_dataset(tmp_path / "data")
+    told = []
+
+    def tell_one():
+        while not checkpoint.complete(str(tmp_path / "run/checkpoints")):
+            time.sleep(0.005)
+        told.append(workers_of(os.getpid())[-1])
+        os.kill(told[0], signal.SIGTERM)
+
+    threading.Thread(target=tell_one, daemon=True).start()
+    assert run(tmp_path, max_failures=0)["step"] == STEPS  # it is no failure
+    assert told
+    (event,) = ResultsStore(Storage(str(tmp_path))).events("run")
+    assert event["kind"] == "preemption"
+    assert_equal_runs(tmp_path, on_ranks)
+    writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
+    assert writers == {"0001", "0002"}
+    assert not Path("/proc", str(told[0])).exists()
 
 
 DRIVER = """

@@ -17,12 +17,14 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ruamel.yaml import YAML
 
 from lt2.config import ConfigError
+from lt2_platform.train.live_metrics import GAUGES, RHO_NORM, STEP, TOKENS
 from lt2_workflows.cluster.check import check_file, problems_of
 from lt2_workflows.cluster.grafana import PANELS
 from lt2_workflows.cluster.kuberay import ray_cluster, ray_job
 from lt2_workflows.cluster.render import render
 from lt2_workflows.cluster.settings import read_settings
 from lt2_workflows.cluster.vms import autoscaler
+from lt2_workflows.live_metrics import PROGRESS
 from lt2_workflows.loading import load_workflow
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "platform" / "clusters"
@@ -139,6 +141,18 @@ def test_the_dashboards_other_metrics_are_rays():
     others = {name for name in names if not name.startswith("ray_lt2_")}
     assert len(others) == 5
     assert [name for name in others if name.removeprefix("ray_") not in known] == []
+
+
+def test_the_dashboard_and_the_docs_name_the_gauges_there_are():
+    ours = {STEP, TOKENS, RHO_NORM, PROGRESS, *GAUGES.values()}
+    expressions = " ".join(expression for _, expression, _, _ in PANELS)
+    shown = set(re.findall(r"ray_(lt2_\w+)", expressions))
+    assert shown <= ours
+    assert {"lt2_train_mfu", "lt2_train_lr", "lt2_train_data_wait_fraction", RHO_NORM, PROGRESS} <= shown
+    page = (CLUSTERS.parent.parent / "docs/clusters.md").read_text()
+    for name in ours:
+        stem = name.removeprefix("lt2_train")
+        assert f"`ray_{name}`" in page or f"`{stem}`" in page, name
 
 
 def test_the_dashboard_is_json_with_a_panel_for_each_question():

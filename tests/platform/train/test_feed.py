@@ -1,0 +1,71 @@
+"""Training on text that is tokenised meanwhile: a resume goes on in it exactly, with any number of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lt2.config import ConfigError
+from lt2.training import STOP, PreemptedError
+from lt2_platform.data import sources
+from lt2_platform.data.prepare import PrepareConfig, prepare
+from lt2_platform.train import worker
+from tests.platform.data.conftest import no_ray  # noqa: F401
+from tests.platform.train.packed import checkpoints
+from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
+from tests.ranks import run_ranks
+
+STEPS = 8
+
+
+@pytest.fixture
+def root(tmp_path, no_ray, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    lines = [json.dumps({"text": f"document {number} " + "abcdef " * (number % 9)}) + "\n" for number in range(300)]
+    (tmp_path / "corpus.jsonl").write_text("".join(lines))
+    config = PrepareConfig(source=f"{tmp_path}/corpus.jsonl", seq_len=12, seed=3, tokenize="on_the_fly")
+    prepare(config, str(tmp_path / "data"))
+    return tmp_path
+
+
+def config(**train):
+    return pretrain_config(**{"steps": STEPS, "checkpoint_every": 4, "eval_every": 4} | train)
+
+
+def part(root, name):
+    """Until somebody asks to stop at the third step; the fifth is saved then."""
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return STOP if len(asked) == 4 else 0
+
+    with pytest.raises(PreemptedError):
+        worker.run(open_run(Path(root), config(), name), stop=stop)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def test_a_resume_goes_on_exactly_also_with_another_number_of_ranks(root):
+    worker.run(open_run(root, config(), "whole"))
+    expected = losses(root, "whole")
+    assert sorted(expected) == list(range(1, STEPS + 1))
+
+    part(root, "one")
+    (saved,) = [name for name in checkpoints(root / "one") if name.endswith("5")]
+    cursors = json.loads((root / "one/checkpoints" / saved / "cursors.json").read_text())
+    assert (cursors["position"], cursors["lanes"], len(cursors["cursors"])) == (40, 8, 8)
+    assert worker.run(open_run(root, config(), "one"))["position"] == 8 * STEPS
+    assert losses(root, "one") == expected
+    assert all(torch.equal(value, weights(root / "whole")[name]) for name, value in weights(root / "one").items())
+
+    run_ranks(part, 2, str(root), "two")
+    worker.run(open_run(root, config(), "two"))
+    assert losses(root, "two") == pytest.approx(expected, rel=1e-4)  # two ranks add in another order
+
+    (root / "corpus.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the corpus has changed since it was listed: .* bytes instead of"):
+        open_run(root, config(), "two")
