@@ -13,7 +13,6 @@ from lt2_platform.data import sources
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.train import worker
 from tests.platform.data.conftest import no_ray  # noqa: F401
-from tests.platform.train.packed import checkpoints
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
 from tests.ranks import run_ranks
 
@@ -36,12 +35,12 @@ def config(**train):
 
 
 def part(root, name):
-    """Until somebody asks to stop at the third step; the fifth is saved then."""
+    """Until somebody asks to stop at the sixth step, which is saved then."""
     asked = []
 
     def stop():
         asked.append(1)
-        return STOP if len(asked) == 4 else 0
+        return STOP if len(asked) == 6 else 0
 
     with pytest.raises(PreemptedError):
         worker.run(open_run(Path(root), config(), name), stop=stop)
@@ -55,9 +54,8 @@ def test_a_resume_goes_on_exactly_also_with_another_number_of_ranks(root):
     assert sorted(expected) == list(range(1, STEPS + 1))
 
     part(root, "one")
-    (saved,) = [name for name in checkpoints(root / "one") if name.endswith("5")]
-    cursors = json.loads((root / "one/checkpoints" / saved / "cursors.json").read_text())
-    assert (cursors["position"], cursors["lanes"], len(cursors["cursors"])) == (40, 8, 8)
+    cursors = json.loads((root / "one/checkpoints/step-00000006/cursors.json").read_text())
+    assert (cursors["position"], cursors["lanes"], len(cursors["cursors"])) == (48, 8, 8)
     assert worker.run(open_run(root, config(), "one"))["position"] == 8 * STEPS
     assert losses(root, "one") == expected
     assert all(torch.equal(value, weights(root / "whole")[name]) for name, value in weights(root / "one").items())
