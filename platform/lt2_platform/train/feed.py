@@ -38,7 +38,7 @@ class Feed:
     def packed(self) -> PackedDataset:
         """The dataset, for what needs sequences by number. Raises ConfigError for one without."""
         if isinstance(self.dataset, LiveDataset):
-            raise ConfigError(f"{self.dataset.uri} is tokenised while training, so a stored top-k has no sequences of it")
+            raise ConfigError(f"{self.dataset.uri} is tokenised while training, a stored top-k has nothing of it")
         return self.dataset
 
     def batches(
