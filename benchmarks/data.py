@@ -2,8 +2,9 @@
 
 python benchmarks/data.py [--quick] [--tokenizer FILE] [--json FILE]. The corpus is the standard library's text in
 parquet, the tokenizer a byte-level BPE trained on it (or FILE, a tokenizer.json or *.tiktoken). Work per core is in
-tokens per CPU second, which a busy machine changes less than wall time; what runs on Ray is in tokens per second,
-and at --quick's size mostly start-up.
+tokens per CPU second, which a busy machine changes less than wall time; what runs in other processes is in tokens per
+second, and at --quick's size mostly start-up. Everything is the median of interleaved repeats. "waiting" is the share
+of the time that a loop of steps of 20 ms waits for its batches.
 """
 
 from __future__ import annotations
@@ -107,6 +108,20 @@ def best(calls: dict[str, Callable[[], int]], clock: Callable[[], float], repeat
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
+@contextmanager
+def two_cpus() -> Iterator[None]:
+    import ray
+
+    # Ray's workers at the niceness of everything else here: at its default of 15 the machine's other work is measured.
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _system_config={"worker_niceness": 0}
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def prepare_rows(folder: Path, corpus: Path, tokenizer: str, repeats: int) -> list[dict]:
     from comparison import row
 
@@ -131,14 +146,8 @@ def prepare_rows(folder: Path, corpus: Path, tokenizer: str, repeats: int) -> li
         "prepare, per core", size, found["ours"], "pyarrow + tokenizers loop", found["plain"], "tok/CPU-s", "higher"
     )
 
-    import ray
-
-    # Ray's workers at the niceness of everything else here: at its default of 15 the machine's other work is measured.
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _system_config={"worker_niceness": 0}
-    )
-    found = best({"two": lambda: ours(2), "one": lambda: ours(1), "plain": plain}, time.perf_counter, repeats)
-    ray.shutdown()
+    with two_cpus():
+        found = best({"two": lambda: ours(2), "one": lambda: ours(1), "plain": plain}, time.perf_counter, repeats)
     return [
         per_core,
         row("prepare, 2 Ray tasks", size, found["two"], "1 Ray task", found["one"], "tok/s", "higher"),
@@ -152,6 +161,7 @@ def stream_rows(folder: Path, repeats: int) -> list[dict]:
     from comparison import row
     from datasets import load_dataset
 
+    from lt2_platform.data.ray_stream import ray_batches
     from lt2_platform.data.stream import PackedDataset
 
     uri = str(folder / "out1")
@@ -162,6 +172,10 @@ def stream_rows(folder: Path, repeats: int) -> list[dict]:
     def ours() -> Iterator[np.ndarray]:
         loader = PackedDataset(uri).batches(position=0, global_batch_size=BATCH)
         return (batch["tokens"] for batch in islice(loader, steps))
+
+    def by_ray() -> Iterator[np.ndarray]:
+        loader = ray_batches(PackedDataset(uri), position=0, global_batch_size=BATCH, limit=steps)
+        return (batch["tokens"] for batch in loader)
 
     def plain() -> Iterator[np.ndarray]:  # in file order: no shuffle, nothing to resume
         for path in files:
@@ -176,18 +190,81 @@ def stream_rows(folder: Path, repeats: int) -> list[dict]:
     def consumed(batches: Callable[[], Iterator[np.ndarray]]) -> Callable[[], int]:
         return lambda: sum(tokens.size for tokens in batches())
 
-    peers = {"datasets streaming": streaming, "pyarrow loop, unshuffled": plain}
-    found = best({name: consumed(one) for name, one in {"ours": ours, **peers}.items()}, time.perf_counter, repeats)
-    for name, one in {"ours": ours, "datasets streaming": streaming}.items():
-        print(f"waiting for data at {1e3 * STEP_S:.0f} ms per step of {BATCH} rows: {name} {wait_fraction(one):.2%}")
+    ways = {"direct": ours, "Ray Data": by_ray, "datasets streaming": streaming, "pyarrow loop, unshuffled": plain}
+    with two_cpus():
+        found = best({name: consumed(one) for name, one in ways.items()}, time.perf_counter, repeats)
+        waits = waiting({name: ways[name] for name in list(ways)[:3]}, repeats)
     size = f"{steps} batches of {BATCH} x {SEQ_LEN}, shuffled"
-    return [row("stream", size, found["ours"], name, found[name], "tok/s", "higher") for name in peers]
+    peers = [("direct", list(ways)[2]), ("direct", list(ways)[3]), ("Ray Data", "direct"), ("Ray Data", list(ways)[2])]
+    rows = [row(f"stream, {one}", size, found[one], peer, found[peer], "tok/s", "higher") for one, peer in peers]
+    return rows + [wait_row(f"stream, {one}", waits, one, peer) for one, peer in peers if peer in waits]
+
+
+def on_the_fly_rows(folder: Path, corpus: Path, tokenizer: str, repeats: int) -> list[dict]:
+    """Tokenising while training, beside `datasets` streaming with a tokenising map; both endless, cut at 2M tokens."""
+    import numpy as np
+    from comparison import row
+    from datasets import load_dataset
+
+    from lt2_platform.data.live import LiveDataset
+    from lt2_platform.data.prepare import PrepareConfig, prepare
+
+    uri, encoders = str(folder / "live"), _plain_encoder(tokenizer)
+    config = PrepareConfig(source=str(corpus), tokenizer=tokenizer, seq_len=SEQ_LEN, tokenize="on_the_fly")
+    with without_ray():
+        prepare(config, uri)
+    steps = 2_000_000 // (BATCH * (SEQ_LEN + 1))
+
+    def ours() -> Iterator[np.ndarray]:
+        loader = LiveDataset(uri).batches(position=0, global_batch_size=BATCH)
+        try:
+            for _ in range(steps):
+                yield next(loader)["tokens"]
+        finally:
+            loader.close()
+
+    def streaming() -> Iterator[np.ndarray]:
+        encode, eos = encoders
+        rows = load_dataset("parquet", data_files=[str(corpus)], split="train", streaming=True, columns=["text"])
+        rows = rows.shuffle(seed=0, buffer_size=1000)
+        width, rest = SEQ_LEN + 1, np.empty(0, dtype=np.int64)
+        for batch in rows.iter(batch_size=64):
+            rest = np.concatenate([rest, *(np.array([*ids, eos], dtype=np.int64) for ids in encode(batch["text"]))])
+            while len(rest) >= BATCH * width:
+                yield rest[: BATCH * width].reshape(BATCH, width)
+                rest = rest[BATCH * width :]
+
+    ways = {"on the fly": ours, "datasets streaming": streaming}
+    consumed = {name: lambda one=one: sum(tokens.size for tokens in islice(one(), steps)) for name, one in ways.items()}
+    found = best(consumed, time.perf_counter, repeats)
+    peer = "datasets streaming"
+    return [
+        row("on the fly", f"{steps} x {BATCH} x {SEQ_LEN}", found["on the fly"], peer, found[peer], "tok/s", "higher"),
+        wait_row("on the fly", waiting(ways, repeats), "on the fly", peer),
+    ]
+
+
+def waiting(ways: dict[str, Callable[[], Iterator[object]]], repeats: int) -> dict[str, float]:
+    """Median wait fraction of each way, in turns."""
+    shares: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, batches in ways.items():
+            shares[name].append(wait_fraction(batches))
+    return {name: statistics.median(values) for name, values in shares.items()}
+
+
+def wait_row(work: str, waits: dict[str, float], ours: str, peer: str) -> dict:
+    from comparison import row
+
+    size = f"steps of {1e3 * STEP_S:.0f} ms, {BATCH} x {SEQ_LEN}"
+    return row(f"waiting: {work}", size, 100 * waits[ours], peer, 100 * waits[peer], "% of time")
 
 
 def wait_fraction(batches: Callable[[], Iterator[object]], steps: int = 100) -> float:
-    """The share of the time that a loop of steps of STEP_S waits for its next batch, the first one excluded."""
+    """The share of the time that a loop of steps of STEP_S waits for its next batch, the first ones excluded."""
     iterator = batches()
-    next(iterator)
+    for _ in range(10):
+        next(iterator)
     begun, waited = time.perf_counter(), 0.0
     for _ in range(steps):
         time.sleep(STEP_S)  # a device computes; this process is free to read ahead
@@ -221,6 +298,7 @@ def main() -> None:
             train_tokenizer(folder / "tokenizer.json", corpus)
         repeats = 1 if arguments.quick else 5
         rows = prepare_rows(folder, corpus, tokenizer, repeats) + stream_rows(folder, repeats)
+        rows += on_the_fly_rows(folder, corpus, tokenizer, repeats)
     print_rows(rows)
     write_rows(rows, arguments.json)
 

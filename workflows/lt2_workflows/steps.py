@@ -13,6 +13,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.train_config import TrainConfig
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.source_configs import STDLIB, describe, paths_of
+from lt2_platform.data.sources import changed_since
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import AnyTask, PerplexityConfig, ThroughputConfig
 from lt2_platform.storage import absolute, filesystem
@@ -77,7 +78,23 @@ def check_prepare(config: PrepareStep) -> None:
 
 
 def describe_prepare(config: PrepareStep, context: StepContext) -> str:
-    return f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}"
+    how = ", tokenised while training" if config.tokenize == "on_the_fly" else ""
+    text = f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}{how}"
+    return text + _corpus_changes(config, context)
+
+
+def _corpus_changes(config: PrepareStep, context: StepContext) -> str:
+    """A finished dataset stays what it is; whoever plans with it should know that its corpus does not."""
+    path = f"{context.step.folder}/out/manifest.json"
+    if not context.storage.exists(path):
+        return ""
+    made = context.storage.fs.modified(context.storage.join(path)).timestamp()
+    try:
+        changes = changed_since(config.parts, context.storage.read_json(path)["sources"], made)
+    except ConfigError:  # the corpus is not here, or no longer: the dataset does not need it
+        return ""
+    more = f" and {len(changes) - 1:,} more" if len(changes) > 1 else ""
+    return f"; THE CORPUS HAS CHANGED since: {changes[0]}{more}. The dataset is used as it is" if changes else ""
 
 
 @step_type(PrepareStep, check=check_prepare, describe=describe_prepare)

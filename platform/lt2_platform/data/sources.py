@@ -75,15 +75,43 @@ def find_files(
     `sampled`: tell versions of local files by a few of their blocks instead of reading all of them.
     Raises ConfigError for a missing path, a glob or folder without usable files, an unknown extension.
     """
-    sources = [source] if isinstance(source, str) else list(source)
-    named: dict[str, str] = {}  # path -> name, first mention wins
-    for one in sources:
-        for name, path in _stdlib() if one == STDLIB else _expand(one, format, by_extension):
-            named.setdefault(path, name)
+    named = _named(source, format, by_extension)
     if not named:
         raise ConfigError("no source given; set prepare.source to a file, folder, glob or python-stdlib")
     with ThreadPoolExecutor(16) as pool:
         return list(pool.map(lambda item: _inspect(item[1], item[0], format, sampled), named.items()))
+
+
+def _named(source: str | Sequence[str], format: str, by_extension: bool) -> dict[str, str]:
+    """path -> name; the first mention wins."""
+    named: dict[str, str] = {}
+    for one in [source] if isinstance(source, str) else source:
+        for name, path in _stdlib() if one == STDLIB else _expand(one, format, by_extension):
+            named.setdefault(path, name)
+    return named
+
+
+def changed_since(parts: Sequence[FileSource], recorded: Sequence[dict[str, Any]], time: float) -> list[str]:
+    """What is different about a corpus from `describe`'s records of it, made at `time`; one phrase per file.
+
+    Local files are read only if they are younger than that, S3's are asked for their etags.
+    Raises ConfigError as `find_files` does.
+    """
+    now = {name: path for part in parts for path, name in _named(part.path, part.format, part.by_extension).items()}
+    then = {record["path"]: record for record in recorded}
+
+    def change(name: str) -> str | None:
+        if name not in then or name not in now:
+            return f"{name} is {'new' if name in now else 'gone'}"
+        record, path = then[name], now[name]
+        if not path.startswith(S3) and os.path.getsize(path) == record["bytes"] and os.path.getmtime(path) <= time:
+            return None
+        found = version_of(path, sampled="sampled" in record)
+        known = record.get("etag") or record.get("sha256") or SAMPLED + record["sampled"]
+        return None if found == (record["bytes"], known) else f"{name} has other content"
+
+    with ThreadPoolExecutor(16) as pool:
+        return [found for found in pool.map(change, sorted({*now, *then})) if found]
 
 
 def _expand(source: str, format: str, by_extension: bool) -> Iterable[tuple[str, str]]:
