@@ -60,7 +60,7 @@ def test_a_resume_goes_on_exactly_also_with_another_number_of_ranks(root):
     assert losses(root, "one") == expected
     assert all(torch.equal(value, weights(root / "whole")[name]) for name, value in weights(root / "one").items())
 
-    run_ranks(part, 2, str(root), "two")
+    run_ranks(part, 2, str(root), "two", timeout_s=400)
     worker.run(open_run(root, config(), "two"))
     assert losses(root, "two") == pytest.approx(expected, rel=1e-4)  # two ranks add in another order
 

@@ -64,7 +64,7 @@ def on_ranks(tmp_path_factory):
     """The reference: two gloo ranks, no Ray, nobody killed."""
     root = tmp_path_factory.mktemp("ranks")
     write_dataset(root / "data")
-    run_ranks(rank_run, 2, str(root))
+    run_ranks(rank_run, 2, str(root), timeout_s=400)
     return root
 
 
