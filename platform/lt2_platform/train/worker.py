@@ -126,7 +126,9 @@ def _train(
     torch.manual_seed(config.seed + 1 + rank)  # ranks draw different numbers from here on; a checkpoint replaces this
 
     state = _resume(folder, model, optimizer, model_config, tokenizer)
-    batches = feed.batches(state, spec.out, skip, prefetch=spec.prefetch if sources.topk is None else 0, reader=reader)
+    batches: Any = feed.batches(
+        state, spec.out, skip, prefetch=spec.prefetch if sources.topk is None else 0, reader=reader
+    )
     if sources.topk is not None:
         stored = StoredTopK(sources.topk, feed.packed(), document_mask=config.document_mask)
         batches = read_ahead(stored.attach(batches), spec.prefetch)
