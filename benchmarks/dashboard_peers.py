@@ -147,13 +147,20 @@ def measure(found: list[Dashboard]) -> dict[str, dict[str, float]]:
         finally:
             browser.close()
             for server in servers.values():
-                children = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
-                server.terminate()
-                server.wait(20)
-                for child in children:
-                    if child.is_running():
-                        child.terminate()
+                stop(server)
     return results
+
+
+def stop(server: subprocess.Popen) -> None:
+    """End a server and the processes that it started."""
+    processes = [psutil.Process(server.pid)] if server.poll() is None else []
+    processes += [child for process in processes for child in process.children(recursive=True)]
+    for signal in ("terminate", "kill"):
+        for process in processes:
+            if process.is_running():
+                getattr(process, signal)()
+        _, processes = psutil.wait_procs(processes, timeout=10)
+    server.wait()
 
 
 def first_mlflow_run(root: Path, peers: str) -> str:

@@ -1,6 +1,7 @@
 """Prefill and decode throughput over context and batch beside transformers' generate(), and where memory ends.
 
 python benchmarks/throughput.py cpu|cuda [--frontier] [--only gdn,full] [--out DIR] [--json FILE] [--figure FILE]
+    [--storage ROOT]
 
 cpu: small models for the trend (decode cost flat with context for GDN, growing for full attention), in minutes.
 cuda: the paper's efficiency figure: four looped models of 1.3B, batch 1/2/4/8, 1k to 32k tokens, bf16.
@@ -24,6 +25,8 @@ from benchmarks.comparison import machine, print_rows, row, write_rows
 from lt2.config import ModelConfig
 from lt2_platform.evaluate.config import ThroughputConfig
 from lt2_platform.evaluate.throughput_cells import Cell, frontier, measured
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
 from lt2_workflows.recipes.models import paper_model
 
 FULL, GDN = {"type": "full"}, {"type": "gdn"}
@@ -156,6 +159,36 @@ def frontier_rows(preset: str, names: list[str], out: Path) -> Iterator[dict[str
             yield {**where, "longest": longest, "shortest_failed": failed, "phase": phase, "machine": machine()}
 
 
+def store(root: str, preset: str, rows: list[dict[str, Any]]) -> None:
+    """Keep the rows in a results store, a run per model, for the dashboard's throughput figure."""
+    results = ResultsStore(Storage(root))
+    for name in dict.fromkeys(r["model"] for r in rows):
+        run = f"throughput-{preset}-{name.replace('+', '-')}"
+        config = {"preset": preset, "model": model(preset, name, PRESETS[preset].contexts[0]).model_dump(mode="json")}
+        results.create_run(run, {"config": config}).close()
+        results.log_eval(run, "throughput", stored_rows([r for r in rows if r["model"] == name]))
+
+
+def stored_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Evaluation rows of one model: a value per phase and cell, or where memory ran out and in which phase."""
+    found = []
+    for r in rows:
+        failed = r.get("out_of_memory") or (r.get("phase") if r.get("work") == "frontier" else None)
+        place = {
+            "task": "throughput",
+            "batch_size": r["batch"],
+            "context": r.get("context") or r.get("shortest_failed"),
+        }
+        if failed:
+            gone = {"value": None, "out_of_memory": True, "phase": failed}
+            found += [{**place, "metric": f"{work}_tokens_per_s", **gone} for work in ("prefill", "decode")]
+        elif "ours" in r:
+            extra = {key: r["measured"].get(key) for key in ("device", "dtype", "cache_bytes", "peak_memory_bytes")}
+            rates = {"value": r["ours"], "q1": r["q1"], "q3": r["q3"]}
+            found.append({**place, "metric": f"{r['work']}_tokens_per_s", **rates, **extra})
+    return found
+
+
 def figure(rows: list[dict[str, Any]], path: str) -> None:
     """Rows: batch sizes; columns: prefill, decode. A square marks the last context before memory ran out."""
     import matplotlib
@@ -193,6 +226,7 @@ def main() -> None:
     parser.add_argument("--out", default="throughput-cells", help="where cells are kept")
     parser.add_argument("--json")
     parser.add_argument("--figure")
+    parser.add_argument("--storage", help="a results store that gets the rows as well, for the dashboard")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(PRESETS[options.preset].models)
     rows = list(throughput_rows(options.preset, names, Path(options.out)))
@@ -208,6 +242,8 @@ def main() -> None:
             end = "nothing longer was tried" if r["phase"] is None else f"{r['shortest_failed']} fails in {r['phase']}"
             print(f"{r['model']}, batch {r['batch']}: {r['longest']} tokens fit, {end}")
         rows += limits
+    if options.storage:
+        store(options.storage, options.preset, rows)
     write_rows(rows, options.json)
 
 

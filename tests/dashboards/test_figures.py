@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -185,6 +186,17 @@ def test_csv_has_the_whole_table(client, source):
     figure = curves(source, runs=["full-1"])
     assert rows[0] == figure.columns
     assert [float(row[4]) for row in rows[1:]] == [row[4] for row in figure.rows]
+
+
+def test_the_figure_of_the_documentation_works(source):
+    text = (Path(__file__).parents[2] / "docs" / "dashboard.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict = {}
+    exec(compile(code, "docs/dashboard.md", "exec"), names)
+    figure = draw(names["loss_by_lr"], source, {})
+    assert {row[0] for row in figure.rows} >= {"full-1", "hybrid-2"}
+    assert figure.rows[0][1] == 1e-3
+    assert [row[0] for row in draw(names["loss_by_lr"], source, {"runs": "full-1"}).rows] == ["full-1"]
 
 
 def test_csv_cells_cannot_become_formulas():

@@ -71,5 +71,5 @@ def state_recall(source: Source) -> Figure:
             "Stages 1 to 6 are n = 8 to 256; 0.90 of all asserts right in 100k steps passes one. Paper: Section 4.6; "
             "its figure prints no numbers, its text names these."
         ],
-        produce="" if ours else "lt2 run state_recall (two cores), lt2 run state_recall_grid (the paper's)",
+        produce="" if ours else "lt2 sweep state_recall, or lt2 sweep state_recall:paper for its grid",
     )

@@ -91,7 +91,7 @@ def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
         columns,
         lambda: rows,
         notes,
-        produce="" if cells else "lt2 run quickstart (its evaluate step measures one cell)",
+        produce="" if cells else "python benchmarks/throughput.py cpu --frontier --storage ROOT",
     )
 
 

@@ -5,11 +5,14 @@ import subprocess
 import pytest
 import torch
 
+from benchmarks import throughput
 from lt2.config import ModelConfig
 from lt2_platform.evaluate import throughput_cells
 from lt2_platform.evaluate.config import ThroughputConfig
 from lt2_platform.evaluate.throughput import OutOfMemoryError, phase
 from lt2_platform.evaluate.throughput_cells import Cell, frontier, measured
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
 from tests.platform.evaluate.tiny import MODEL
 
 SMALL = {"batch_size": 2, "context": 8, "decode_steps": 3, "warmups": 0, "repeats": 2}
@@ -86,3 +89,27 @@ def test_every_way_to_run_out_of_memory_is_one(error):
 def test_other_errors_pass():
     with pytest.raises(RuntimeError, match="shapes"), phase("decode"):
         raise RuntimeError("shapes do not match")
+
+
+def test_what_the_dashboard_gets_of_a_grid(tmp_path):
+    measured = {"device": "cpu", "dtype": "float32"}
+    cell = {"model": "gdn", "batch": 1, "context": 1024, "q1": 9.0, "q3": 11.0, "measured": measured}
+    rows = [
+        {**cell, "work": "prefill", "ours": 10.0},
+        {**cell, "work": "decode", "ours": 5.0},
+        {"model": "gdn", "batch": 2, "context": 2048, "out_of_memory": "decode"},
+        {"work": "frontier", "model": "gdn", "batch": 1, "longest": 4096, "shortest_failed": 4352, "phase": "prefill"},
+        {"work": "frontier", "model": "gdn", "batch": 2, "longest": 9, "shortest_failed": None, "phase": None},
+    ]
+    throughput.store(str(tmp_path), "cpu", rows)
+    store = ResultsStore(Storage(str(tmp_path)))
+    assert [run.run_id for run in store.runs()] == ["throughput-cpu-gdn"]
+    found = [(row["metric"], row["batch_size"], row["context"], row["value"]) for _, _, row in store.index().evals]
+    assert found == [
+        ("prefill_tokens_per_s", 1, 1024, 10.0),
+        ("decode_tokens_per_s", 1, 1024, 5.0),
+        ("prefill_tokens_per_s", 2, 2048, None),
+        ("decode_tokens_per_s", 2, 2048, None),
+        ("prefill_tokens_per_s", 1, 4352, None),
+        ("decode_tokens_per_s", 1, 4352, None),
+    ]
