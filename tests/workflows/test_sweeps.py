@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from typer.testing import CliRunner
 
 from lt2.accounting import parameters
 from lt2.config import ConfigError, ModelConfig
 from lt2_platform.evaluate.ablations import TABLES
+from lt2_platform.storage import Storage
+from lt2_workflows.cli import app
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow, workflow_from_record
+from lt2_workflows.records import write_workflow
 from lt2_workflows.sweep_command import sweep_workflow
 from lt2_workflows.sweep_step import check_sweep
 from lt2_workflows.sweeps import SweepStep, TrialConfig, label_of, slug
@@ -188,3 +194,13 @@ def test_a_trial_names_its_sweep_in_its_record():
     replayed = workflow_from_record(workflow.record(), source="record")
     assert replayed.part_of == "sweep-12345678"
     assert replayed.id == workflow.id
+
+
+def test_status_leaves_trials_out_unless_asked_for(tmp_path):
+    chain = load_workflow(f"{FAKE_STEPS}:chain")
+    write_workflow(Storage(str(tmp_path)), chain)
+    write_workflow(Storage(str(tmp_path)), replace(chain, name="swept-trial", part_of="sweep-12345678"))
+    shown = [
+        CliRunner().invoke(app, ["status", *more, "--storage", str(tmp_path)]).output for more in ([], ["swept-trial"])
+    ]
+    assert [("chain-" in text, "swept-trial-" in text) for text in shown] == [(True, False), (False, True)]

@@ -74,8 +74,10 @@ def recipes() -> None:
     """List the shipped recipes."""
     from lt2_workflows.loading import shipped_recipes
 
-    for name, function in sorted(shipped_recipes().items()):
-        typer.echo(f"{name:<20} {(function.__doc__ or '').strip().splitlines()[0]}")
+    found = sorted(shipped_recipes().items())
+    width = max(len(name) for name, _ in found)
+    for name, function in found:
+        typer.echo(f"{name:<{width}} {(function.__doc__ or '').strip().splitlines()[0]}")
 
 
 @app.command()
