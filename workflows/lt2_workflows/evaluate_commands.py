@@ -190,7 +190,7 @@ def evaluate(
         typer.echo(json.dumps(found.rows, indent=2))
         return
     shown = depth_table(found.rows)
-    columns = ["task", "metric", "value", "stderr", "n"]
+    columns = ["task", "metric", "value", "stderr", "n"] + ["votes"] * any("votes" in row for row in shown)
     typer.echo(table(shown, columns + ["n_loops", "early_exit", "mean_loops", "flops_per_token"] * bool(depths)))
     typer.echo(f"stored as {run} in {root.root}; items and answers in {out}")
 

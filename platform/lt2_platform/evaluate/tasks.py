@@ -178,7 +178,8 @@ def cost(config: ModelConfig, loops: Mapping[int, int], positions: float) -> dic
 
 
 def depth_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per task and metric and depth: score beside mean loops and forward FLOPs per token."""
+    """One row per task and metric and depth: score beside mean loops, forward FLOPs per token, and any votes."""
     kept = ("task", "metric", "n_loops", "early_exit", "mean_loops", "flops_per_token", "value", "stderr", "n")
     order = sorted(rows, key=lambda r: (r["task"], r["metric"], r["early_exit"], r["n_loops"]))
-    return [{key: row.get(key) for key in kept} for row in order]
+    voted = lambda row: {"votes": row["votes"]} if row.get("votes") else {}  # noqa: E731
+    return [{key: row.get(key) for key in kept} | voted(row) for row in order]

@@ -117,6 +117,7 @@ def test_multiple_choice_is_decided_by_the_majority_and_recorded(tmp_path):
     for metric, n in hits.items():
         assert rows["arc_easy", metric]["value"] == pytest.approx(n / 8)
     assert {row["votes"] for row in found.rows} == {VOTES}
+    assert {row["votes"] for row in found.evaluations()["validation"]} == {VOTES}  # what the results store gets
     record = json.loads(next((tmp_path / "out").glob("**/evaluation.json")).read_text())
     assert record["rows"][0]["votes"] == VOTES
     (sample, *_) = Storage(str(tmp_path / "out")).read_bytes("harness/loops-2/samples/arc_easy.jsonl").splitlines()
