@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lt2_platform.data.prepare import PrepareConfig
 
 KEY = "on_the_fly"
+FEWEST_UNITS = 1024  # where units of 128 KiB, the smallest, allow
 HELD_OUT_UNITS, HELD_OUT_DOCUMENTS = 64, 256  # at most so many units per source, and of each so many documents
 
 
@@ -87,7 +88,9 @@ def plan(config: PrepareConfig, files: Sequence[SourceFile]) -> Listing:
     Raises ConfigError for a source with too few units for that, and as sources.plan_units does.
     """
     units: list[list[LiveUnit]] = [[] for _ in config.parts]
-    for unit in sources.plan_units(files, config.parts):
+    # Small corpora in smaller units: a batch then has a lane for each, and epochs are shuffled more finely.
+    smaller = min(sources.UNIT_BYTES, sum(file.bytes for file in files) // FEWEST_UNITS)
+    for unit in sources.plan_units(files, config.parts, max(sources.PIECE_BYTES, smaller)):
         units[files[unit[0].file].source].append(_joined(unit))
     held_out = []
     for source, own in enumerate(units):
@@ -95,8 +98,8 @@ def plan(config: PrepareConfig, files: Sequence[SourceFile]) -> Listing:
         count = count if config.validation_fraction else 0
         if count >= len(own):
             raise ConfigError(
-                f"a source of {len(own)} unit(s) of about {sources.UNIT_BYTES // 2**20} MiB is too small to tokenise "
-                "on the fly and hold some out; set prepare.tokenize to ahead"
+                f"a source of {len(own)} unit(s) is too small to tokenise on the fly and hold some out; "
+                "set prepare.tokenize to ahead"
             )
         held_out.append(tuple(sorted(shuffled(len(own), config.seed, source)[:count].tolist())))
     return Listing(tuple(files), tuple(map(tuple, units)), tuple(held_out))

@@ -207,12 +207,14 @@ def describe(file: SourceFile, documents: int | None) -> dict[str, Any]:
     return {"type": file.format, "path": file.name, "bytes": file.bytes, "documents": documents, **version}
 
 
-def plan_units(files: Sequence[SourceFile], parts: Sequence[FileSource]) -> list[list[Slice]]:
-    """Units of about 2 MiB (more for corpora beyond 20 GB), in source order; a function of the files alone.
+def plan_units(
+    files: Sequence[SourceFile], parts: Sequence[FileSource], unit_bytes: int | None = None
+) -> list[list[Slice]]:
+    """Units of about 2 MiB (more for corpora beyond 20 GB), in source order; a function of the files and `unit_bytes`.
 
     A unit is of one source. Raises ConfigError for a parquet file that is damaged or lacks a column.
     """
-    size = max(UNIT_BYTES, sum(file.bytes for file in files) // MAX_UNITS)
+    size = max(unit_bytes or UNIT_BYTES, sum(file.bytes for file in files) // MAX_UNITS)
     size = -(-size // PIECE_BYTES) * PIECE_BYTES
     units: list[list[Slice]] = [[]]
     filled = 0

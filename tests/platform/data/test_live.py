@@ -232,7 +232,7 @@ def test_a_changed_corpus_is_named_before_training(dataset, tmp_path):
         listing.check_unchanged()
 
 
-def test_bad_input_is_one_line(dataset, tmp_path, no_ray, monkeypatch):
+def test_bad_input_is_one_line(dataset, tmp_path):
     with pytest.raises(ConfigError, match=r"has no packed train split: it is tokenised while training$"):
         PackedDataset(dataset.uri)
     with pytest.raises(ConfigError, match=r"^the checkpoint has no cursors\.json: its run read packed shards"):
@@ -241,6 +241,6 @@ def test_bad_input_is_one_line(dataset, tmp_path, no_ray, monkeypatch):
         dataset.batches(position=8, global_batch_size=8, cursors=write_cursors(8, 4, []))
     with pytest.raises(ValueError, match="max_documents keeps a few documents"):
         PrepareConfig(tokenize="on_the_fly", max_documents=3)
-    monkeypatch.setattr(sources, "UNIT_BYTES", 2**21)
-    with pytest.raises(ConfigError, match=r"^a source of 1 unit\(s\) of about 2 MiB is too small to tokenise"):
-        make(tmp_path / "small", source=f"{tmp_path}/corpus/a.jsonl")
+    (tmp_path / "one.txt").write_text("a small book")
+    with pytest.raises(ConfigError, match=r"^a source of 1 unit\(s\) is too small to tokenise on the fly .* to ahead$"):
+        make(tmp_path / "small", source=f"{tmp_path}/one.txt")
