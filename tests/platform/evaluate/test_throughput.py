@@ -113,3 +113,48 @@ def test_what_the_dashboard_gets_of_a_grid(tmp_path):
         ("prefill_tokens_per_s", 1, 4352, None),
         ("decode_tokens_per_s", 1, 4352, None),
     ]
+
+
+def fake_cells(monkeypatch, fits):
+    """Instead of processes: full attention slows with context, and only `fits` cells have room."""
+
+    def kept(cell, out):
+        how, mixer = cell.throughput, cell.model.layout.type
+        if not fits(cell):
+            return {"out_of_memory": "cache", "machine": "test"}
+        rate = {"median": 1e5 / how.context if mixer == "uniform" else 100.0, "q1": 1.0, "q3": 2.0}
+        both = {"prefill_tokens_per_s": rate, "decode_tokens_per_s": rate}
+        return {**both, "peer": {"name": "peer", **both}, "cell": {}, "n_loops": 2, "machine": "test"}
+
+    monkeypatch.setattr(throughput, "kept", kept)
+
+
+@pytest.mark.parametrize("preset", sorted(throughput.PRESETS))
+def test_every_cell_of_a_preset_can_be_built_and_drawn(preset, monkeypatch, tmp_path):
+    grid = throughput.PRESETS[preset]
+    fake_cells(monkeypatch, lambda cell: cell.throughput.context < grid.contexts[-1])
+    rows = list(throughput.throughput_rows(preset, list(grid.models), tmp_path))
+    lost = [row for row in rows if "out_of_memory" in row]
+    assert len(lost) == len(grid.models) * len(grid.batches)
+    assert len(rows) - len(lost) == 2 * len(lost) * (len(grid.contexts) - 1)
+    assert all(row["measured"]["n_loops"] == 2 and row["ratio"] == 1 for row in rows if row not in lost)
+    throughput.figure(rows, str(tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_frontier_rows_say_where_and_in_which_phase_memory_ends(monkeypatch, tmp_path):
+    fake_cells(monkeypatch, lambda cell: cell.throughput.context * cell.throughput.batch_size <= 5000)
+    one, two = throughput.frontier_rows("cpu", ["gdn"], tmp_path)
+    assert one["longest"] <= 5000 < one["shortest_failed"] <= 5000 * 17 / 16
+    assert two["longest"] <= 2500 < two["shortest_failed"]
+    assert (one["phase"], one["memory_gib"]) == ("cache", 1.0)
+
+
+def test_cells_that_were_measured_are_not_measured_again(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(throughput, "measured", lambda cell: asked.append(cell) or {"out_of_memory": "model"})
+    cell = throughput.cell("cpu", "gdn", 1, 1024)
+    assert throughput.kept(cell, tmp_path)["out_of_memory"] == "model"
+    assert throughput.kept(cell, tmp_path)["cell"]["throughput"]["context"] == 1024
+    throughput.kept(throughput.cell("cpu", "gdn", 1, 1024, quick=True), tmp_path)
+    assert len(asked) == 2
