@@ -1,10 +1,13 @@
-"""Step time of the Ray Train path beside torchrun on the same loop: 2 workers each, in turns of a few steps.
+"""Step time of the Ray Train path beside torchrun on the same loop, and of that loop beside a plain PyTorch one.
 
 python benchmarks/train_overhead.py [--quick] [--json FILE]. Both sides run lt2_platform.train.worker.run on the same
 data and config, and are alive at the same time; a file says whose turn it is, so that whatever else the machine does
 falls on both. The first step of a turn is not counted. Ray's workers run at the same niceness as torchrun's here (Ray's
 own default of 15 makes them yield to anything else on the machine, which would be measured instead). On a busy machine
 read the CPU time: Linux divides the cores among sessions, and the two sides do not have the same ones.
+
+The plain loop is what one would write for the same model in one process (forward, cross entropy over all logits,
+backward, clip_grad_norm_, AdamW), on the same batches, in turns with lt2.training.train.
 """
 
 from __future__ import annotations
@@ -125,10 +128,8 @@ def measure(folder: Path, steps: int, dim: int) -> dict[str, list[tuple[float, f
     )
     data = str(folder / "data")
     prepare(PrepareConfig(source=str(ROOT / "lt2"), tokenizer="byte", seq_len=256), data, parallelism=1)
-    layout = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
-    model = {"dim": dim, "n_layers": 2, "n_loops": 4, "num_heads": 4, "layout": layout}
     train = {"steps": steps, "global_batch_size": 8, "log_every": 1, "checkpoint_every": steps // 4}
-    config = PretrainConfig.model_validate({"model": model, "train": train})
+    config = PretrainConfig.model_validate({"model": model_fields(dim), "train": train})
     jobs = {}
     for side in SIDES:
         spec = open_run(
@@ -152,6 +153,54 @@ def measure(folder: Path, steps: int, dim: int) -> dict[str, list[tuple[float, f
     return {side: json.loads((folder / f"{side}.json").read_text()) for side in SIDES}
 
 
+def measure_plain(steps: int, dim: int) -> dict[str, list[tuple[float, float]]]:
+    """(wall, CPU) seconds per step, averaged over each turn of TURN steps, of both loops in this process."""
+    import torch
+    from torch.nn import functional as F
+
+    from lt2.config import ModelConfig
+    from lt2.loss import next_token_objective
+    from lt2.model import build
+    from lt2.optim import adamw
+    from lt2.training import Batch, TrainConfig, TrainState, train
+
+    torch.set_num_threads(1)
+    config = ModelConfig.model_validate({"vocab_size": 259, **model_fields(dim)})
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 259, (8, 257), generator=generator) for _ in range(TURN)]
+    ours, peer = build(config), build(config)
+    optimizer, peer_optimizer = adamw(ours, lr=1e-4), torch.optim.AdamW(peer.parameters(), lr=1e-4, weight_decay=0.1)
+    state, objective = TrainState(), next_token_objective()
+
+    def our_turn() -> None:
+        limited = TrainConfig(steps=state.step + TURN, global_batch_size=8)
+        train(
+            ours, objective, iter([Batch(tokens) for tokens in batches]), optimizer, lambda step: 1e-4, limited, state
+        )
+
+    def plain_turn() -> None:
+        for tokens in batches:
+            logits = peer.logits(peer(tokens[:, :-1]).hidden)
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+            peer_optimizer.step()
+            peer_optimizer.zero_grad()
+
+    times: dict[str, list[tuple[float, float]]] = {"lt2": [], "plain loop": []}
+    for turn in range(1 + steps // TURN):
+        for side, run in (("lt2", our_turn), ("plain loop", plain_turn)):
+            begun = _clocks()
+            run()
+            if turn:  # the first is warm-up
+                times[side].append(tuple((now - then) / TURN for now, then in zip(_clocks(), begun)))  # type: ignore[arg-type]
+    return times
+
+
+def model_fields(dim: int) -> dict[str, Any]:
+    layout = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
+    return {"dim": dim, "n_layers": 2, "n_loops": 4, "num_heads": 4, "layout": layout}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small model, few steps; under 60 s on 2 cores")
@@ -172,6 +221,11 @@ def main() -> None:
             ours, peer = (1e3 * statistics.median(t[clock] for t in times[side][TURN - 1 :]) for side in SIDES)
             rows.append(row(name, size, ours, "torchrun", peer, "ms"))
             print(f"{size}: {name}: overhead {100 * (ours / peer - 1):+.1f} % over {len(times['ray'])} steps")
+        plain = measure_plain(steps, dim)
+        for clock, name in enumerate(("train step, 1 process", "train step, 1 process, CPU time")):
+            ours, peer = (1e3 * statistics.median(t[clock] for t in plain[side]) for side in plain)
+            rows.append(row(name, size, ours, "plain loop", peer, "ms"))
+            print(f"{size}: {name}: lt2.training.train {100 * (ours / peer - 1):+.1f} % beside a plain loop")
     print_rows(rows)
     write_rows(rows, arguments.json)
 

@@ -18,6 +18,7 @@ class TrainConfig(Config):
 
     activation_checkpoint: false (or "none"), "selective", true (or "block"), "loop". keep_gathered: hold every gathered
     block until the step's last backward; "auto" does so where the planned memory fits the card (lt2.memory).
+    async_save: the loop waits only for a copy in memory.
     shard_workers: shard within groups of so many workers and replicate between them; None shards over all.
     """
 

@@ -41,6 +41,9 @@ def main() -> int:
         "--wandb", default="auto", choices=["auto", "online", "offline", "off"],
         help="auto: what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run folder",
     )  # fmt: skip
+    parser.add_argument(
+        "--profile-steps", nargs=2, type=int, metavar=("FIRST", "LAST"), help="trace these steps of rank 0"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
@@ -56,6 +59,7 @@ def main() -> int:
             run_id=arguments.run_id or Path(arguments.out).name,
             storage_root=arguments.storage,
             num_workers=world_size,
+            profile_steps=tuple(arguments.profile_steps) if arguments.profile_steps else None,
         )
         # One rank's curve is everybody's.
         rank_zero = int(os.environ.get("RANK", 0)) == 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lt2.config import ConfigError, ModelConfig
 from lt2.train_config import TrainConfig
@@ -17,7 +17,7 @@ from lt2_platform.data.sources import changed_since
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import AnyTask, PerplexityConfig, ThroughputConfig
 from lt2_platform.storage import absolute, filesystem
-from lt2_platform.train.config import PretrainConfig, PretrainModel, resolve_model
+from lt2_platform.train.config import PretrainConfig, PretrainModel, TrainingEvaluation, resolve_model
 from lt2_workflows import document_step, state_recall_step, sweep_step  # noqa: F401  register their step types
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount, table
@@ -120,13 +120,24 @@ class TrainResources(Resources):
 
     data_reader: packed shards are read ahead by Ray Data's tasks, or by each worker itself; the batches are the same.
     wandb "auto": what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run's folder.
+    min_workers: with fewer than num_workers free, down to these, it trains all the same. evaluation: of checkpoints
+    while it trains, on what it leaves free. profile_steps: first and last step of a profiler trace.
     """
 
+    min_workers: int | None = Field(default=None, ge=1)
+    evaluation: TrainingEvaluation | None = None
+    profile_steps: tuple[int, int] | None = None
     cpus_per_worker: float | None = Field(default=None, gt=0)
     use_gpu: bool | None = None
     worker_failures: int = Field(default=3, ge=0)
     data_reader: Literal["ray", "direct"] = "ray"
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainResources:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(f"min_workers {self.min_workers} is more than num_workers {self.num_workers}")
+        return self
 
 
 class PretrainStep(StepConfig):
@@ -189,6 +200,9 @@ def train_options(resources: TrainResources, context: StepContext) -> dict[str, 
         "run_id": context.run_id,
         "storage_root": context.storage.root,
         "num_workers": resources.num_workers,
+        "min_workers": resources.min_workers,
+        "evaluation": resources.evaluation,
+        "profile_steps": resources.profile_steps,
         "cpus_per_worker": resources.cpus_per_worker,
         "use_gpu": use_gpu,
         "max_failures": resources.worker_failures,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from lt2.config import Config, ConfigError, ModelConfig, explain
 from lt2.train_config import TrainConfig
+from lt2_platform.evaluate.config import AnyTask, PerplexityConfig
 
 
 class PretrainModel(ModelConfig):
@@ -22,6 +23,29 @@ class PretrainModel(ModelConfig):
         known = self if self.vocab_size is not None else self.model_copy(update={"vocab_size": 1})
         ModelConfig._check(known)  # pyright: ignore[reportCallIssue]  pydantic leaves a plain function here
         return self
+
+
+class TrainingEvaluation(Config):
+    """Evaluate the checkpoint of every so many steps on resources that training leaves free.
+
+    cpus, gpus: of one evaluation; gpus None is one where training uses GPUs. Beyond max_waiting evaluations that found
+    no free place, the oldest is skipped.
+    """
+
+    every: int = Field(gt=0)
+    tasks: tuple[AnyTask, ...] = Field(default=(PerplexityConfig(),), min_length=1)
+    loops: tuple[int, ...] = ()
+    cpus: float = Field(default=1.0, gt=0)
+    gpus: float | None = Field(default=None, ge=0)
+    max_waiting: int = Field(default=2, ge=1)
+
+    def check(self, train: TrainConfig) -> None:
+        """Raise ConfigError unless there is a checkpoint at every step to evaluate."""
+        if train.checkpoint_every is None or self.every % train.checkpoint_every:
+            raise ConfigError(
+                f"resources.evaluation.every {self.every} is not a multiple of train.checkpoint_every "
+                f"{train.checkpoint_every}; only checkpoints are evaluated"
+            )
 
 
 @dataclass(frozen=True)

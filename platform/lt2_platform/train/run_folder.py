@@ -36,11 +36,16 @@ def open_run(
     run_id: str,
     storage_root: str,
     num_workers: int,
+    min_workers: int | None = None,
+    evaluate_every: int | None = None,
+    profile_steps: tuple[int, int] | None = None,
     sources: Sources | None = None,
     info: dict[str, Any] | None = None,
 ) -> WorkerSpec:
     """Check everything that can be checked before workers start, and bind the folder to this config.
 
+    min_workers: training may run with any number from this to num_workers. evaluate_every: checkpoints of these steps
+    stay until they are evaluated. profile_steps: first and last step that rank 0 traces.
     Raises ConfigError for what cannot work, before anything is written, and for a folder bound to another config.
     """
     data, out = absolute(data), absolute(out)
@@ -49,7 +54,12 @@ def open_run(
     model = resolve_model(config.model, manifest, data)
     if KEY in manifest:
         Listing.read(manifest[KEY]).check_unchanged()
-    check_divisible(config.train.global_batch_size, num_workers)
+    if profile_steps is not None and not 0 < profile_steps[0] <= profile_steps[1]:
+        raise ConfigError(f"profile_steps {list(profile_steps)}: give the first and the last step, counted from 1")
+    for workers in range(min_workers or num_workers, num_workers + 1):
+        check_divisible(config.train.global_batch_size, workers)
+        if config.train.shard_workers and workers > 1 and workers % config.train.shard_workers:
+            raise ConfigError(f"train.shard_workers {config.train.shard_workers} does not divide {workers} workers")
     storage = Storage(out)
     places = {name: absolute(place) for name, place in asdict(sources or Sources()).items() if place is not None}
     identities = {name: identity(place) for name, place in places.items()}
@@ -73,6 +83,8 @@ def open_run(
         run_id=run_id,
         storage_root=absolute(storage_root),
         sources=places,
+        evaluate_every=evaluate_every,
+        profile_steps=profile_steps,
         info=info or {},
     )
 

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -25,10 +25,11 @@ from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
-from lt2_platform.train.config import PretrainConfig, Sources
+from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
 from lt2_platform.train.live_metrics import LiveMetrics
 from lt2_platform.train.preemption import ray_notice, ray_sigterm
 from lt2_platform.train.run_folder import close_run, open_run, summary
+from lt2_platform.train.side_evaluation import SideEvaluations
 from lt2_platform.train.wandb_sink import WandbMode, WandbSink
 from lt2_platform.train.worker import PROGRESS, WorkerSpec
 
@@ -48,11 +49,14 @@ def pretrain(
     run_id: str,
     storage_root: str,
     num_workers: int = 1,
+    min_workers: int | None = None,
     cpus_per_worker: float | None = None,
     use_gpu: bool = False,
     max_failures: int = 3,
     data_reader: Literal["ray", "direct"] = "ray",
     wandb: WandbMode = "auto",
+    evaluation: TrainingEvaluation | None = None,
+    profile_steps: tuple[int, int] | None = None,
     progress: Progress | None = None,
     sources: Sources | None = None,
     info: dict[str, Any] | None = None,
@@ -60,7 +64,9 @@ def pretrain(
     """Train on the packed dataset `data` into the folder `out`; returns the summary, also in `<out>/summary.json`.
 
     The summary holds checkpoint (URI), step, position, tokens and loss. The same call after any interruption goes on
-    from the newest complete checkpoint, with any number of workers; after the end it returns at once. Metrics go to
+    from the newest complete checkpoint, with any number of workers; after the end it returns at once. min_workers:
+    start, and go on after a loss, with as few as these where there is no place for num_workers; Ray looks once a minute
+    for more. evaluation: of checkpoints while training goes on. profile_steps: first and last of a trace. Metrics go to
     run `run_id` of the results store under `storage_root`; `info` is provenance for it. sources: for objectives that
     start from or learn from other models. progress is called in a thread with {step, steps, loss, tokens_per_s, eta_s}.
     data_reader: packed shards are read ahead by tasks of Ray Data, or by the workers themselves; the batches are the
@@ -75,35 +81,48 @@ def pretrain(
         run_id=run_id,
         storage_root=storage_root,
         num_workers=num_workers,
+        min_workers=min_workers,
+        evaluate_every=evaluation.every if evaluation is not None else None,
+        profile_steps=profile_steps,
         sources=sources,
         info=info,
     )
+    if evaluation is not None:
+        evaluation.check(config.train)
     if (done := summary(spec)) is not None:
         return done
     storage = Storage(spec.out)
     with some_ray(None):
-        scaling = _scaling(num_workers, cpus_per_worker, use_gpu)
-        with _followed(storage, progress):
+        scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu)
+        with _followed(storage, progress), _evaluated(spec, evaluation, use_gpu):
             settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb}
             while (result := _fit(settings, storage, scaling, num_workers, max_failures)) is None:
                 log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
     return close_run(spec, result)
 
 
-def _scaling(num_workers: int, cpus_per_worker: float | None, use_gpu: bool) -> ScalingConfig:
+def _evaluated(spec: WorkerSpec, evaluation: TrainingEvaluation | None, use_gpu: bool) -> AbstractContextManager[Any]:
+    if evaluation is None:
+        return nullcontext()
+    return SideEvaluations(spec, evaluation, gpus=float(use_gpu) if evaluation.gpus is None else evaluation.gpus)
+
+
+def _scaling(num_workers: int, min_workers: int | None, cpus_per_worker: float | None, use_gpu: bool) -> ScalingConfig:
     """Ask for what the cluster has: a request it can never meet would wait for ever, without a word."""
+    least = min_workers or num_workers
     total = ray.cluster_resources()
     if cpus_per_worker is None:
         # Half a CPU on a small machine leaves room for the tasks of other steps.
         cpus_per_worker = 1 if total.get("CPU", 0) > num_workers else 0.5
-    needed = {"CPU": num_workers * cpus_per_worker, "GPU": num_workers if use_gpu else 0}
+    needed = {"CPU": least * cpus_per_worker, "GPU": least if use_gpu else 0}
     for resource, amount in needed.items():
         if amount > total.get(resource, 0):
             raise ConfigError(
-                f"{num_workers} workers need {amount:g} {resource}s, the cluster has {total.get(resource, 0):g}; "
-                "lower num_workers or add nodes"
+                f"{least} workers need {amount:g} {resource}s, the cluster has {total.get(resource, 0):g}; "
+                f"lower {'num_workers' if min_workers is None else 'min_workers'} or add nodes"
             )
-    return ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker={"CPU": cpus_per_worker})
+    count = num_workers if min_workers is None else (min_workers, num_workers)
+    return ScalingConfig(num_workers=count, use_gpu=use_gpu, resources_per_worker={"CPU": cpus_per_worker})
 
 
 def _fit(

@@ -33,9 +33,11 @@ from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint, ranks
 from lt2_platform.train.config import Sources
+from lt2_platform.train.evaluation_records import wanted
 from lt2_platform.train.feed import Feed, Reader
 from lt2_platform.train.observe import Observer
 from lt2_platform.train.preemption import on_sigterm
+from lt2_platform.train.profiling import traced
 from lt2_platform.train.rollback import Rollbacks
 from lt2_platform.train.saving import SaveCost, Saver
 from lt2_platform.train.watchdog import Watchdog
@@ -58,6 +60,8 @@ class WorkerSpec:
     storage_root: str
     prefetch: int = 2
     sources: dict[str, Any] = field(default_factory=dict)  # fields of Sources
+    evaluate_every: int | None = None
+    profile_steps: tuple[int, int] | None = None
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -144,6 +148,7 @@ def _train(
         validation_losses=lambda: evaluator.last,
         flush=logger.writer.flush if logger else lambda: None,
         data_files=feed.files,
+        pinned=lambda: set(wanted(spec.out, spec.evaluate_every)) if spec.evaluate_every else set(),
     )
     observer = Observer.build(model, config, dataset.seq_len, device)
     ours = [each for each in (observer, SaveCost(saver), logger, evaluator, saver) if each is not None]
@@ -154,6 +159,8 @@ def _train(
     data = map(Batch.from_numpy, batches)
     watchdog = Watchdog(rank=rank, step=state.step, factor=config.hang_factor, floor_s=config.hang_floor_s)
     data = watchdog.watch(data, lambda: state.step)
+    if rank == 0 and spec.profile_steps is not None:
+        data = traced(data, lambda: state.step, spec.profile_steps, spec.out)
     with closing(batches), watchdog, logger.writer if logger else nullcontext(), saver:
         everyone, extra = [*ours, *callbacks], {"sharding": sharding, "skip": skip, "stop": stop}
         try:

@@ -1,0 +1,35 @@
+"""Which checkpoints of a run are still to be evaluated while it trains. Knows nothing of Ray.
+
+    <out>/evaluations/step-….json     {"state": waiting | running | done | failed | skipped, "time", …}
+
+A checkpoint whose evaluation is wanted and not over is not pruned.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lt2_platform.storage import Storage
+from lt2_platform.train import checkpoint
+from lt2_platform.train.retention import step_of
+
+OVER = ("done", "failed", "skipped")
+
+
+def record(out: str, name: str) -> dict[str, Any]:
+    """What is known of the evaluation of checkpoint `name`; {} before it was asked for."""
+    try:
+        return Storage(out).read_json(f"evaluations/{name}.json")
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def note(out: str, name: str, state: str, **more: Any) -> None:
+    Storage(out).write_json(f"evaluations/{name}.json", {"state": state, "time": time.time(), **more})
+
+
+def wanted(out: str, every: int) -> list[str]:
+    """Complete checkpoints of steps that `every` divides whose evaluation is not over, oldest first."""
+    names = checkpoint.complete(Storage(out).join("checkpoints"))
+    return [name for name in names if step_of(name) % every == 0 and record(out, name).get("state") not in OVER]

@@ -1,0 +1,142 @@
+"""Evaluation while training goes on: Ray tasks on what training leaves free, started by the driver.
+
+The training loop knows nothing of it. A checkpoint is evaluated once it is complete, so it is safe by then; it stays
+until its evaluation is over. Where nothing is free evaluations wait, the oldest are skipped, and what is left at the
+end of training runs on the resources that it gives back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import ray
+
+from lt2.config import ConfigError
+from lt2.train_config import TrainConfig
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_platform.train import checkpoint, evaluation_records
+from lt2_platform.train.config import TrainingEvaluation
+from lt2_platform.train.retention import Keep, kept, read_best
+from lt2_platform.train.worker import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+EVALUATION = "training"  # their name in the results store; the rows hold the step
+
+
+class SideEvaluations:
+    """Watches a run's folder from a thread inside `with`; leaving it waits for the evaluations that are left."""
+
+    def __init__(self, spec: WorkerSpec, plan: TrainingEvaluation, *, gpus: float):
+        self.spec, self.plan, self.gpus = spec, plan, gpus
+        self.handles: dict[str, Any] = {}
+        self.told = False
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="lt2-evaluations", daemon=True)
+
+    def __enter__(self) -> SideEvaluations:
+        self._check_possible()
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        if kind is None:
+            self.drain()
+
+    def look(self) -> None:
+        """Start what is new, take note of what is over, skip what has waited too long."""
+        for name in evaluation_records.wanted(self.spec.out, self.plan.every):
+            if name not in self.handles:
+                evaluation_records.note(self.spec.out, name, "waiting")
+                self.handles[name] = self.start(name)
+        for name in [name for name, handle in self.handles.items() if self.is_over(handle)]:
+            self._take(name)
+        waiting = [name for name in self.handles if self._state(name) == "waiting"]
+        if waiting and not self.told:
+            self.told = True
+            log.warning(
+                "the evaluation of %s waits: it needs %g CPUs and %g GPUs, and training leaves fewer free",
+                waiting[0], self.plan.cpus, self.gpus,
+            )  # fmt: skip
+        for name in waiting[: -self.plan.max_waiting]:
+            self.cancel(self.handles.pop(name))
+            self._over(name, "skipped", f"no free CPU or GPU before {self.plan.max_waiting} newer ones waited as well")
+
+    def drain(self) -> None:
+        """Wait for every evaluation that is left, then drop the checkpoints that were kept for them."""
+        self.look()
+        if self.handles:
+            log.info("training is over; waiting for %d evaluations", len(self.handles))
+        for name in list(self.handles):
+            self._take(name)
+        folder = Storage(self.spec.out).join("checkpoints")
+        train, names = TrainConfig.model_validate(self.spec.train), checkpoint.complete(folder)
+        keep = Keep(train.keep_checkpoints, train.keep_every, train.keep_best)
+        for name in set(names) - kept(names, keep, (read_best(folder) or {}).get("checkpoint")):
+            checkpoint.delete(folder, name)
+
+    def start(self, name: str) -> Any:
+        options = {"num_cpus": self.plan.cpus, "num_gpus": self.gpus, "name": f"evaluate {name}"}
+        task = ray.remote(evaluate).options(**options)  # type: ignore[attr-defined]
+        return task.remote(self.spec, self.plan.model_dump(mode="json"), name)
+
+    def is_over(self, handle: Any) -> bool:
+        return bool(ray.wait([handle], timeout=0)[0])
+
+    def cancel(self, handle: Any) -> None:
+        ray.cancel(handle)
+
+    def result(self, handle: Any) -> None:
+        ray.get(handle)
+
+    def _take(self, name: str) -> None:
+        try:
+            self.result(self.handles.pop(name))
+        except (ray.exceptions.RayError, ConfigError) as error:  # its worker died, or it raised: training goes on
+            self._over(name, "failed", str(error).strip().splitlines()[-1])
+
+    def _over(self, name: str, state: str, reason: str) -> None:
+        log.warning("evaluation of %s %s: %s", name, state, reason)
+        evaluation_records.note(self.spec.out, name, state, reason=reason)
+        store = ResultsStore(Storage(self.spec.storage_root))
+        store.log_event(self.spec.run_id, "evaluation", {"checkpoint": name, "state": state, "reason": reason})
+
+    def _state(self, name: str) -> str | None:
+        return evaluation_records.record(self.spec.out, name).get("state")
+
+    def _check_possible(self) -> None:
+        total = ray.cluster_resources()
+        for resource, amount in {"CPU": self.plan.cpus, "GPU": self.gpus}.items():
+            if amount > total.get(resource, 0):
+                raise ConfigError(
+                    f"resources.evaluation needs {amount:g} {resource}s, the cluster has {total.get(resource, 0):g}"
+                )
+
+    def _run(self) -> None:
+        while not self.ended.wait(POLL_SECONDS):
+            self.look()
+
+
+def evaluate(spec: WorkerSpec, plan: dict[str, Any], name: str) -> None:
+    """One evaluation, as a Ray task: rows to the run's results under EVALUATION, with their step."""
+    from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
+
+    config = TrainingEvaluation.model_validate(plan)
+    evaluation_records.note(spec.out, name, "running")
+    found = evaluate_checkpoint(
+        Storage(spec.out).join(f"checkpoints/{name}"),
+        config.tasks,
+        data=spec.data,
+        loops=config.loops,
+        out=Storage(spec.out).join(f"evaluations/{name}"),
+    )
+    evaluations = found.evaluations()
+    rows = evaluations.get("depth", evaluations["validation"])
+    ResultsStore(Storage(spec.storage_root)).log_eval(spec.run_id, EVALUATION, rows)
+    evaluation_records.note(spec.out, name, "done", rows=len(rows))

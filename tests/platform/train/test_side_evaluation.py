@@ -1,0 +1,147 @@
+"""Evaluation during training: on a spare CPU beside a training worker, waiting and skipping where there is none."""
+
+import os
+from dataclasses import asdict
+
+import pytest
+import ray
+import torch
+
+from lt2.config import ConfigError
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_platform.train import evaluation_records, worker
+from lt2_platform.train.config import TrainingEvaluation
+from lt2_platform.train.evaluation_records import note, record, wanted
+from lt2_platform.train.side_evaluation import SideEvaluations
+from lt2_platform.train.trainer import pretrain
+from tests.platform.train.packed import checkpoints, train_config, write_dataset
+from tests.platform.train.test_trainer import LOCAL
+from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
+
+PERPLEXITY = {"type": "perplexity", "batch_size": 4}
+
+
+def plan(**fields):
+    return TrainingEvaluation.model_validate({"every": 2, "tasks": [PERPLEXITY]} | fields)
+
+
+@pytest.fixture(scope="module")
+def two_cpus():
+    # Unix sockets allow about 100 characters, so not pytest's own long folder.
+    ray.init(_temp_dir=f"/tmp/lt2-side-{os.getpid()}", **LOCAL)
+    yield
+    ray.shutdown()
+
+
+def run(root, config, **options):
+    return pretrain(
+        config, data=str(root / "data"), out=str(root / "run"), run_id="run", storage_root=str(root), **options
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_workers", [1, 2])  # one CPU is spare, or none
+def test_checkpoints_are_evaluated_and_training_is_what_it_was_without(tmp_path, two_cpus, num_workers):
+    write_dataset(tmp_path / "data")
+    config = pretrain_config(steps=8, keep_checkpoints=1)
+    if num_workers == 1:
+        worker.run(open_run(tmp_path, config, "plain"))
+    run(
+        tmp_path,
+        config,
+        num_workers=num_workers,
+        cpus_per_worker=1,
+        data_reader="direct",
+        evaluation=plan(max_waiting=4),
+    )
+    names = [f"step-{step:08d}" for step in (2, 4, 6, 8)]
+    assert [record(str(tmp_path / "run"), name)["state"] for name in names] == ["done"] * 4
+    evals = ResultsStore(Storage(str(tmp_path))).index().evals
+    rows = [row for _, _, row in evals]
+    assert {name for _, name, _ in evals} == {"training"}
+    assert sorted({row["step"] for row in rows}) == [2, 4, 6, 8]
+    assert {row["metric"] for row in rows} >= {"loss", "perplexity"}
+    assert checkpoints(tmp_path / "run") == ["step-00000008"]  # the others stayed until they were evaluated
+    if num_workers == 1:
+        assert losses(tmp_path) == losses(tmp_path, "plain")
+        ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "plain")
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.mark.ray
+def test_what_the_cluster_can_never_do_is_refused(tmp_path, two_cpus):
+    write_dataset(tmp_path / "data")
+    with pytest.raises(ConfigError, match="resources.evaluation needs 1 GPUs, the cluster has 0"):
+        run(tmp_path, pretrain_config(steps=8), evaluation=plan(gpus=1))
+    with pytest.raises(ConfigError, match="every 3 is not a multiple of train.checkpoint_every 2"):
+        run(tmp_path, pretrain_config(steps=8), evaluation=plan(every=3))
+    with pytest.raises(ConfigError, match="every 2 is not a multiple of train.checkpoint_every None"):
+        plan().check(train_config())
+
+
+class NoRoom(SideEvaluations):
+    """Evaluations that never begin, except those named."""
+
+    def __init__(self, spec, **fields):
+        super().__init__(spec, plan(**fields), gpus=0)
+        self.begun, self.cancelled = set(), []
+
+    def start(self, name):
+        return name
+
+    def is_over(self, handle):
+        return handle in self.begun
+
+    def cancel(self, handle):
+        self.cancelled.append(handle)
+
+    def result(self, handle):
+        if handle not in self.begun:
+            raise ConfigError("a task\nof no use")
+        note(self.spec.out, handle, "done")
+
+
+@pytest.fixture
+def trained(tmp_path):
+    write_dataset(tmp_path / "data")
+    spec = open_run(tmp_path, pretrain_config(steps=8))
+    spec = worker.WorkerSpec(**asdict(spec) | {"evaluate_every": 2})
+    worker.run(spec)
+    return spec
+
+
+def test_evaluations_wait_the_oldest_are_skipped_and_a_failed_one_costs_nothing_else(trained, caplog):
+    names = [f"step-{step:08d}" for step in (2, 4, 6, 8)]
+    assert checkpoints(trained.out) == names  # two are to be kept, but none has been evaluated
+    side = NoRoom(trained, max_waiting=2)
+    side.look()
+    assert side.cancelled == names[:2]
+    assert "the evaluation of step-00000002 waits: it needs 1 CPUs and 0 GPUs" in caplog.text
+    assert [record(trained.out, name)["state"] for name in names] == ["skipped", "skipped", "waiting", "waiting"]
+    side.begun.add(names[2])
+    side.look()
+    assert wanted(trained.out, 2) == [names[3]]
+    side.drain()
+    assert [record(trained.out, name)["state"] for name in names] == ["skipped", "skipped", "done", "failed"]
+    assert record(trained.out, names[3])["reason"] == "of no use"
+    events = ResultsStore(Storage(trained.storage_root)).events("run")
+    assert [(event["checkpoint"], event["state"]) for event in events] == [
+        (names[0], "skipped"), (names[1], "skipped"), (names[3], "failed")
+    ]  # fmt: skip
+    assert checkpoints(trained.out) == names[2:]
+
+
+def test_another_driver_takes_up_what_the_first_left(trained):
+    note(trained.out, "step-00000002", "running")
+    note(trained.out, "step-00000004", "done")
+    side = NoRoom(trained, max_waiting=9)
+    side.look()
+    assert list(side.handles) == ["step-00000002", "step-00000006", "step-00000008"]
+
+
+def test_a_record_that_is_being_written_counts_as_none(trained):
+    Storage(trained.out).write_bytes("evaluations/step-00000002.json", b"")
+    assert record(trained.out, "step-00000002") == {}
+    assert "step-00000002" in evaluation_records.wanted(trained.out, 2)
