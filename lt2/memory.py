@@ -125,20 +125,23 @@ def plan_memory(
     workers: int = 1,
     device_type: str = "cuda",
     bf16: bool | None = None,
+    sharded: bool | None = None,
 ) -> Memory:
     """The peak of one optimizer step on each of `workers`, next-token objective, sequences of seq_len tokens.
 
-    bf16: whether matmuls run in it; None follows `train.precision` ("auto" is bf16 on CUDA).
+    bf16: whether matmuls run in it; None follows `train.precision` ("auto" is bf16 on CUDA). sharded: by FSDP; None: if
+    there are several workers.
     """
     if bf16 is None:
         bf16 = train.precision == "bf16" or (train.precision == "auto" and device_type == "cuda")
+    sharded = workers > 1 if sharded is None else sharded
     rows = max(1, train.global_batch_size // workers)
     size = min(train.micro_batch_size or rows, rows)
     shards = min(train.shard_workers or workers, workers)
-    walk = _Walk(micro_steps=-(-rows // size), sharded=workers > 1, shards=shards, keep=bool(train.keep_gathered))
+    walk = _Walk(micro_steps=-(-rows // size), sharded=sharded, shards=shards, keep=bool(train.keep_gathered))
     autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bf16 else nullcontext
     # Under the bf16 policy FSDP hands out weights that are bf16 already.
-    dtype = torch.bfloat16 if bf16 and workers > 1 else torch.float32
+    dtype = torch.bfloat16 if bf16 and sharded else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True), outline.planning(device_type):
         model = LoopedLM(config).train()
         _cast(model, dtype)

@@ -21,6 +21,7 @@ from lt2.accounting import parameters, training_flops
 from lt2.config import ModelConfig
 from lt2.layout import layout
 from lt2.loss import next_token_objective
+from lt2.memory import plan_memory
 from lt2.optim import adamw, warmup_cosine
 from lt2.parallel import shard, wrap_blocks
 from lt2.training import Batch, TrainConfig, TrainState, train
@@ -138,6 +139,9 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 170.0) -> Itera
             flops = training_flops(config, length)
             steps = 2 if dry_run else 7
             row |= ours(config, batch, length, recompute=recompute, compile=compile and not dry_run, steps=steps)
+            settings = TrainConfig(steps=steps, global_batch_size=batch, activation_checkpoint=recompute)
+            plan = plan_memory(config, settings, length, device_type=device().type, sharded=device().type == "cuda")
+            row["planned_memory_gib"] = plan.total / 2**30  # beside peak_memory_gib
             row["mfu_measured_ceiling"] = row["tokens_per_s"] * flops / limit
             row["mfu_nominal"] = row["tokens_per_s"] * flops / NOMINAL_FLOPS
         except Exception as error:  # the remaining cases still get their figures
