@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from lt2.config import ConfigError
 from lt2.train_config import TrainConfig
@@ -98,7 +99,7 @@ class SideEvaluations:
     def _take(self, name: str) -> None:
         try:
             self.result(self.handles.pop(name))
-        except (ray.exceptions.RayError, ConfigError) as error:  # its worker died, or it raised: training goes on
+        except (RayError, ConfigError) as error:  # its worker died, or it raised: training goes on
             self._over(name, "failed", str(error).strip().splitlines()[-1])
 
     def _over(self, name: str, state: str, reason: str) -> None:
