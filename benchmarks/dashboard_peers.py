@@ -78,7 +78,7 @@ def dashboards(root: Path, peers: str, mlflow_run: Callable[[], str]) -> list[Da
             + ["--backend-store-uri", f"sqlite:///{root}/mlflow/mlflow.db"],
             f"http://127.0.0.1:{flow}",
             Page("/#/experiments/1/runs", "[role=row] a[href*='/runs/']"),
-            Page(f"/#/experiments/1/runs/{run}/model-metrics", ".js-plotly-plot .scatterlayer .trace", 2),
+            Page(f"/#/experiments/1/runs/{run}/model-metrics", ".js-plotly-plot .xtick", 4),
         ),
     ]
 

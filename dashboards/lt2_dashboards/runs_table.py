@@ -175,10 +175,12 @@ def _rows(picked: _Picked, sort: str, page: int) -> list[dict[str, Any]]:
 
 
 def _varying(picked: _Picked, total: int) -> list[str]:
-    """Settings that are not the same in all picked runs, the most telling (fewest values) first."""
+    """Settings that are not the same in all picked runs: those that most runs have first, then those of few values."""
     found = picked.query(
         "SELECT key FROM config WHERE run IN (SELECT run FROM picked) GROUP BY key "
-        "HAVING count(DISTINCT text) > 1 OR count(*) < ? ORDER BY count(DISTINCT text), key LIMIT ?",
+        "HAVING count(DISTINCT text) > 1 OR count(*) < ? "
+        "ORDER BY 2 * count(*) FILTER (text <> 'null') < ?, count(DISTINCT text), key LIMIT ?",
+        total,
         total,
         MAX_VARYING,
     )

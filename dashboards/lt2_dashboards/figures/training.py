@@ -29,8 +29,12 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
     By default the newest looped run of every architecture. The norm is drawn as the largest in each bucket of steps.
     """
     chosen = _chosen(source, runs)
-    loss = Panel("training loss (nats per token)", {"type": "value", "name": "step"}, {"type": "value", "scale": True})
-    norm = Panel("gradient norm before clipping", {"type": "value", "name": "step"}, {"type": "log"})
+    loss = Panel(
+        "training loss (nats per token)",
+        {"type": "value", "name": "step", "max": "dataMax"},
+        {"type": "value", "scale": True},
+    )
+    norm = Panel("gradient norm before clipping", {"type": "value", "name": "step", "max": "dataMax"}, {"type": "log"})
     rows: list[list[Any]] = []
     for position, (run, kind) in enumerate(chosen):
         table = source.curves(run).table

@@ -65,6 +65,7 @@ export function figure(name, options = {}) {
     if (!body) return;
     setText(title, options.title ?? body.title);
     canvas.setAttribute("aria-label", `${body.title}: chart; press Table for the numbers`);
+    element.classList.toggle("nothing", Boolean(body.option.empty));
     badge.hidden = !body.produce || Boolean(body.option.empty);
     fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, note)));
     element.style.setProperty("--rows", String(options.small ? 1 : rowsOf(body.option)));

@@ -16,7 +16,11 @@ const COLUMNS = 8; // differing settings shown before "columns" is used
 const METRICS = ["loss", "tokens_per_s"];
 const HEADLINE = /ppl|perplexity|average/;
 
-const metricName = (key) => (key === "tokens_per_s" ? "tokens/s" : key.split("/").slice(-2).join(" "));
+function metricName(key) {
+  if (key === "tokens_per_s") return "tokens/s";
+  const parts = key.split("/");
+  return (parts.at(-2) === "perplexity" ? [parts[0], parts.at(-1)] : parts.slice(-2)).join(" "); // "validation loss"
+}
 
 export function runsPage(main) {
   const state = { body: null, focus: -1 };
