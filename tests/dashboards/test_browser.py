@@ -361,6 +361,9 @@ def test_keyboard(page, site):
     page.keyboard.press("g")
     page.keyboard.press("w")
     page.wait_for_url("**/workflows")
+    page.keyboard.press("g")
+    page.keyboard.press("f")
+    page.wait_for_url("**/figures")
 
 
 def test_a_page_recovers_when_the_storage_comes_back(page, site):

@@ -25,7 +25,7 @@ const ROUTES = [
 ];
 const KEYS = [
   ["/", "filter runs"], ["j  k", "next and previous row"], ["x", "select the row"], ["Enter", "open the row"],
-  ["c", "compare the selected runs"], ["g r", "runs"], ["g w", "workflows"], ["g e", "evaluations"], ["g s", "sweeps"], ["t", "light or dark"], ["?", "this list"],
+  ["c", "compare the selected runs"], ["g r", "runs"], ["g w", "workflows"], ["g e", "evaluations"], ["g s", "sweeps"], ["g f", "figures"], ["t", "light or dark"], ["?", "this list"],
 ];
 
 const main = document.getElementById("main");
@@ -76,7 +76,7 @@ function showKeys() {
 let prefix = "";
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input:not([type=checkbox]), textarea, select") || document.querySelector("dialog[open]")) return;
-  const go = { "g r": "/", "g w": "/workflows", "g e": "/evaluations", "g s": "/sweeps" }[`${prefix} ${event.key}`];
+  const go = { "g r": "/", "g w": "/workflows", "g e": "/evaluations", "g s": "/sweeps", "g f": "/figures" }[`${prefix} ${event.key}`];
   prefix = event.key === "g" ? "g" : "";
   if (go) document.querySelector(`#nav a[href="${go}"]`).click();
   else if (event.key === "t") switchTheme();
