@@ -12,6 +12,7 @@ dashboards in turns); and the peak memory of all processes of the server. What a
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ from comparison import machine, print_rows, row, write_rows
 
 CHROMIUM = "/usr/bin/chromium"
 ROUNDS = 3
+LEAN = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # else MLflow keeps a dozen idle job workers beside its server
 WAIT_MS = 600_000
 
 
@@ -74,7 +76,7 @@ def dashboards(root: Path, peers: str, mlflow_run: Callable[[], str]) -> list[Da
         ),
         Dashboard(
             "MLflow",
-            [peers, "-m", "mlflow", "server", "--port", str(flow)]
+            [peers, "-m", "mlflow", "server", "--port", str(flow), "--workers", "1"]
             + ["--backend-store-uri", f"sqlite:///{root}/mlflow/mlflow.db"],
             f"http://127.0.0.1:{flow}",
             Page("/#/experiments/1/runs", "[role=row] a[href*='/runs/']"),
