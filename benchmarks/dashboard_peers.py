@@ -131,7 +131,7 @@ def measure(found: list[Dashboard]) -> dict[str, dict[str, float]]:
             for each in found:
                 begun = time.perf_counter()
                 servers[each.name] = subprocess.Popen(
-                    each.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                    each.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **LEAN}
                 )
                 until_up(each.address, servers[each.name])
                 seconds_until(browser, each.address, each.curves)
