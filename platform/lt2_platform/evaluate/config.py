@@ -91,7 +91,7 @@ class StateRecallConfig(Config):
     `max_steps`; weights and optimizer then go on to the next stage. The vocabulary is that of the largest stage.
 
     Two settings make small budgets go further; neither is in the paper. `opening` are shorter programs to learn before
-    the stages, by the same rule. `rope_theta` (None: the model's 10,000) is the base of the rotary frequencies: finding
+    the stages, by the same rule. `rope_theta` is the base of the rotary frequencies: finding
     the i-th bit means telling positions two apart, which of 10,000's frequencies only the few highest can.
     """
 
@@ -102,7 +102,7 @@ class StateRecallConfig(Config):
     num_heads: int = Field(default=4, ge=1)
     stages: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
     opening: tuple[int, ...] = ()
-    rope_theta: float | None = Field(default=None, gt=1)
+    rope_theta: float = Field(default=10_000.0, gt=1)
     threshold: float = Field(default=0.9, gt=0, le=1)
     max_steps: int = Field(default=100_000, ge=1)
     eval_every: int = Field(default=500, ge=1)

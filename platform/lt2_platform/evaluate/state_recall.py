@@ -132,7 +132,7 @@ def model_config(config: StateRecallConfig) -> ModelConfig:
         num_heads=config.num_heads,
         layout=config.layout,
         max_seq_len=length(largest),
-        **({} if config.rope_theta is None else {"rope_theta": config.rope_theta}),
+        rope_theta=config.rope_theta,
     )
 
 
