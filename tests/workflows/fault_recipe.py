@@ -1,14 +1,38 @@
-"""A tiny pretraining run and its perplexity, on a packed dataset given with --set: a recipe as a user writes one."""
+"""A tiny pretraining run and its perplexity on a dataset given with --set, held at a step until a file is there."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lt2.loss import next_token_objective
+from lt2.objective_configs import ObjectiveConfig
 from lt2_platform.evaluate.config import PerplexityConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
 from lt2_workflows.steps import CheckpointRef, EvaluateStep, PretrainStep, TrainResources
 from tests.platform.train.packed import MODEL, train_config
 
-STEPS = 120
+
+class HeldConfig(ObjectiveConfig):
+    """Next-token loss; from step `hold` on it waits for the file `gate`, so that a test need not race training."""
+
+    module: ClassVar[str] = "build_held"
+    type: Literal["held"] = "held"
+    gate: str = "unset"
+    hold: int = 15
+
+
+def build_held(config: HeldConfig, train: Any) -> Any:
+    objective = next_token_objective()
+
+    def held(model: Any, batch: Any) -> Any:
+        while batch.step >= config.hold and not Path(config.gate).exists():
+            time.sleep(0.05)
+        return objective(model, batch)
+
+    return held
 
 
 def trained() -> Workflow:
@@ -18,7 +42,7 @@ def trained() -> Workflow:
             "pretrain": PretrainStep(
                 data="unset",
                 model=PretrainModel.model_validate(MODEL),
-                train=train_config(steps=STEPS, checkpoint_every=10),
+                train=train_config(steps=40, checkpoint_every=10, objective=HeldConfig(source=__file__)),
                 resources=TrainResources(cpus_per_worker=1),
             ),
             "evaluate": EvaluateStep(

@@ -11,14 +11,14 @@ import pytest
 from lt2_platform.storage import Storage
 from lt2_workflows.records import list_workflows
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 
 def test_every_stage_runs_and_is_reported(tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-m", "lt2_workflows.cli", "run", "paper_end_to_end_small", "--storage", str(tmp_path)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     storage = Storage(str(tmp_path))
     (workflow,) = list_workflows(storage)

@@ -55,23 +55,25 @@ def settings(trace: Path, *more: str) -> list[str]:
 
 
 def test_failing_and_worse_trials(tmp_path):
-    """Of four trials one ends, one fails, and two do worse from the start, so ASHA stops them with their processes."""
+    """Of three trials one ends, one fails, and one does worse from the start, so ASHA stops it with its processes."""
     root, trace = tmp_path / "storage", tmp_path / "trace"
-    sets = ["second.lines=60", "second.pause_s=0.05", "third.resources.retries=0", "sweep.scheduler.step=second"]
-    arguments = [f"{FAKE_STEPS}:chain", *settings(trace, *sets, "sweep.scheduler.reduction=2")]
-    arguments += ["--grid", "second.loss=[1.0, 5.0]", "--grid", "third.fail=['no', error]"]
+    good = "{label: good, settings: {second.lines: 60}}"
+    failing = "{label: failing, settings: {second.lines: 60, third.fail: error}}"
+    worse = "{label: worse, settings: {second.lines: 4000, second.loss: 9.0}}"  # ends in minutes, if it is not stopped
+    sets = ["second.pause_s=0.05", "third.resources.retries=0", f"sweep.trials=[{good}, {failing}, {worse}]"]
+    sets += ["sweep.scheduler.step=second", "sweep.scheduler.reduction=4"]
+    arguments = [f"{FAKE_STEPS}:chain", *settings(trace, *sets), "--grid", "third.lines=[2]"]
     output = finish(start(root, *arguments, "--concurrent", "1", "--asha", "4"))
     found = records(root)
     assert {name: record["state"] for name, record in found.items()} == {
-        "loss-1-0-fail-no": "done",
-        "loss-1-0-fail-error": "failed",
-        "loss-5-0-fail-no": "stopped",
-        "loss-5-0-fail-error": "stopped",
+        "good-lines-2": "done",
+        "failing-lines-2": "failed",
+        "worse-lines-2": "stopped",
     }
-    assert "loss-1-0-fail-error failed: third, attempt 1: ValueError: this step fails (log:" in output
-    assert "loss-5-0-fail-no stopped by the scheduler at step" in output
-    stopped = found["loss-5-0-fail-no"]
-    assert 4 <= stopped["last"]["step"] < 60
+    assert "failing-lines-2 failed: third, attempt 1: ValueError: this step fails (log:" in output
+    assert "worse-lines-2 stopped by the scheduler at step" in output
+    stopped = found["worse-lines-2"]
+    assert 4 <= stopped["last"]["step"] < 4000
     second = root / "steps" / stopped["steps"]["second"]
     assert not (second / "done.json").exists()
     lease = json.loads((second / "attempts/1/lease.json").read_text())
@@ -79,7 +81,7 @@ def test_failing_and_worse_trials(tmp_path):
     # What all trials share ran once.
     assert [path.name for path in trace.glob("first.attempt*")] == ["first.attempt1"]
     table = (sweep_folder(root) / "out/table.txt").read_text()
-    assert "loss=1.0 fail=error" in table
+    assert "failing lines=2" in table
     assert table in output
 
 
