@@ -27,7 +27,7 @@ from tests.platform.evaluate.tiny import model, save
 from tests.platform.train.packed import write_dataset
 from tests.workflows.conftest import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 RECIPE = f"{Path(__file__).with_name('fault_recipe.py')}:trained"
 # A lost node is noticed within seconds; on a busy machine a slow one is not taken for lost.
@@ -109,7 +109,7 @@ def test_a_sweep_loses_a_node_and_then_its_driver(cluster, tmp_path):
     driver.kill()
     driver.communicate()
     again = start(arguments, cluster.address)
-    output, _ = again.communicate(timeout=400)
+    output, _ = again.communicate(timeout=900)
     assert again.returncode == 0, output
     attempts = {folder.name: len(list((folder / "attempts").iterdir())) for folder in ended}
     for trial, folder in zip(trials, folders, strict=True):

@@ -22,7 +22,7 @@ from lt2_workflows.sweep_step import run_shared
 from lt2_workflows.sweep_trial import replayed
 from tests.workflows.conftest import FAKE_STEPS, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def start(root: Path, *arguments: str) -> subprocess.Popen:
@@ -33,7 +33,7 @@ def start(root: Path, *arguments: str) -> subprocess.Popen:
 
 
 def finish(driver: subprocess.Popen, code: int = 0) -> str:
-    output, _ = driver.communicate(timeout=280)
+    output, _ = driver.communicate(timeout=800)
     assert driver.returncode == code, output
     return output
 
