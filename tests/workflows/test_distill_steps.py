@@ -110,7 +110,7 @@ def planned(recipe, tmp_path, overrides=()):
 
 def test_the_small_recipe_is_planned_with_its_costs(tmp_path):
     text = planned("distill_small", tmp_path)
-    assert "align, 120 steps, 246k tokens in rows of 128; attention kept in no layer" in text
+    assert "align, 120 steps, 246k tokens in rows of 32; attention kept in no layer" in text
     assert "attention kept in the choice of select;" in text
 
 

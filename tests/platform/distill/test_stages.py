@@ -9,7 +9,7 @@ from lt2.config import ConfigError, MixerConfig
 from lt2.distill.student import convert
 from lt2.training import STOP, PreemptedError
 from lt2_platform.distill.measure import checkpoint_kl, one_shot_scores
-from lt2_platform.distill.teacher import identity, store_ouro
+from lt2_platform.distill.teacher import identity, load_teacher, store_ouro
 from lt2_platform.train import checkpoint, worker
 from tests.platform.distill.stages import (
     ALIGN,
@@ -22,7 +22,7 @@ from tests.platform.distill.stages import (
     write_ouro,
     write_teacher,
 )
-from tests.platform.train.packed import write_dataset
+from tests.platform.train.packed import train_config, write_dataset
 from tests.platform.train.test_worker import losses
 from tests.ranks import run_ranks
 
@@ -144,6 +144,19 @@ def test_a_tokenizer_with_more_tokens_than_the_ouro_model_is_refused(tmp_path):
         store_ouro(write_ouro(tmp_path / "ouro", vocab_size=23), str(tmp_path / "out"), tokenizer="byte")
     with pytest.raises(ConfigError, match="is a folder in Ouro's format; make it a checkpoint first"):
         identity(str(tmp_path / "ouro"))
+
+
+def test_a_teacher_is_frozen_in_the_precision_of_training_and_never_stops_early(trained, tmp_path):
+    store_ouro(write_ouro(tmp_path / "ouro"), str(tmp_path / "teacher"), tokenizer="byte")
+    cpu = torch.device("cpu")
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        net = load_teacher(str(tmp_path / "teacher"), train_config(precision=precision), cpu)
+        assert {p.dtype for p in net.parameters()} == {dtype}
+        assert not any(p.requires_grad for p in net.parameters())
+        assert net.config.halting is None
+    hybrid = load_teacher(str(trained / "distill"), train_config(precision="bf16"), cpu)
+    kinds = {name.rsplit(".", 1)[-1]: p.dtype for name, p in hybrid.named_parameters()}
+    assert (kinds["A_log"], kinds["weight"]) == (torch.float32, torch.bfloat16)
 
 
 def test_single_layer_scores_are_those_of_single_layer_students(trained):
