@@ -123,7 +123,8 @@ class Dispatcher:
 
         if not self.pool:
             gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
-            actor = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_restarts=3, max_task_retries=3)(ModelActor)
+            # No limit of retries: until a lost node is noticed, each fails at once. The limit is that of restarts.
+            actor = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_restarts=3, max_task_retries=-1)(ModelActor)
             self.pool = [actor.remote(self.source, self.cpus) for _ in range(self.actors)]
         ask = lambda actor, item: actor.answer.remote(*item)  # noqa: E731
         yield from ActorPool(self.pool).map_unordered(ask, list(missing))
