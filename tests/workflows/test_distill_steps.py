@@ -1,14 +1,14 @@
 """The steps and recipes of distillation."""
 
 import json
-import os
 
 import pytest
-import ray
 
 from lt2.config import ConfigError
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_platform.train import run_folder, trainer, worker
+from lt2_workflows import steps
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.distill_steps import run_distill, run_retention, run_select_layers
 from lt2_workflows.graph import STEP_TYPES
@@ -17,7 +17,6 @@ from lt2_workflows.plan import describe_plan
 from tests.lt2.interop.test_ouro import OURO
 from tests.platform.distill.stages import GDN, write_teacher
 from tests.platform.train.packed import train_config
-from tests.platform.train.test_trainer import LOCAL
 
 
 def context_of(tmp_path, steps, name):
@@ -146,18 +145,21 @@ def test_a_plan_reads_the_ouro_folder_if_it_is_there_and_a_run_needs_it(tmp_path
         check(load_workflow("distill_ouro_14b").configs["teacher"])
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(600)
-def test_a_stage_through_its_step(tmp_path):
+def in_this_process(config, *, num_workers, sources, data, out, run_id, storage_root, info, **_):
+    """`pretrain` without Ray, whose own tests are with the trainer."""
+    where = {"data": data, "out": out, "run_id": run_id, "storage_root": storage_root, "num_workers": num_workers}
+    spec = run_folder.open_run(config, sources=sources, info=info, **where)
+    return run_folder.close_run(spec, worker.run(spec))
+
+
+def test_a_stage_through_its_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "pretrain", in_this_process)
+    monkeypatch.setattr(steps, "join_ray", dict)
     teacher = write_teacher(tmp_path, steps=4)
     train = train_config(steps=3, objective={"type": "align"}).model_dump(mode="json")
     step = {"type": "distill", "data": str(tmp_path / "data"), "teacher": teacher, "mixer": GDN, "train": train}
     context = context_of(tmp_path / "storage", {"align": step}, "align")
-    ray.init(_temp_dir=f"/tmp/lt2-distill-{os.getpid()}", **LOCAL)
-    try:
-        result = run_distill(context.step.config, context)
-    finally:
-        ray.shutdown()
+    result = run_distill(context.step.config, context)
     assert (result["step"], result["kept"]) == (3, [])
     assert result["kl"] == result["kl_loops"][-1] > 0
     stored = {row["metric"]: row["value"] for row in ResultsStore(context.storage).results()}
