@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 CHUNK = 32
 
 # Tokens taken at a time, see in_spans; a whole number of chunks.
-SPAN = 4096
+SPAN = 2048
 
 # Per-channel decays are compared pairwise by explicit broadcast inside blocks of this many tokens.
 SUB_BLOCK = 8
@@ -163,10 +163,11 @@ def in_spans(
     if length <= SPAN:
         return chunkwise(*tensors, scale, initial_state, reset)
     outputs, state = [], initial_state
-    for start in range(0, length, SPAN):
-        part = slice(start, start + SPAN)
-        pieces = (None if x is None else x[:, part] for x in tensors)
-        o, state = chunkwise(*pieces, scale, state, None if reset is None else reset[:, part])
+    n_spans = -(-length // SPAN)
+    # Not x[:, a:b]: each slice's backward would fill a gradient of the whole length with zeros.
+    spans = [[None] * n_spans if x is None else x.split(SPAN, dim=1) for x in (*tensors, reset)]
+    for *pieces, piece_of_reset in zip(*spans, strict=True):
+        o, state = chunkwise(*pieces, scale, state, piece_of_reset)
         outputs.append(o)
     assert state is not None
     return torch.cat(outputs, dim=1), state
