@@ -9,6 +9,7 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.storage import Storage
+from lt2_workflows import records
 from lt2_workflows.executor import run
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.records import list_workflows, read_done, step_state
@@ -148,3 +149,18 @@ def test_a_step_whose_process_vanished_is_shown_as_lost(storage):
     storage.write_json(f"{second.folder}/attempts/1/lease.json", lease | {"released": False, "time": 1e9})
     storage.write_json(f"{second.folder}/attempts/1/state.json", {"state": "running"})
     assert step_state(storage, second.folder)["state"] == "lost"
+
+
+def test_the_lease_of_a_killed_attempt_is_released_by_its_driver(storage, monkeypatch):
+    monkeypatch.setattr(records, "ORPHAN_GRACE_S", 0.0)
+    lease = records.Lease(storage, "steps/a-1", 1, ttl_s=30, on_lost=print)
+    assert lease.acquire()
+    lease.stop()
+    records.release_for(storage, "steps/a-1", 1)
+    assert storage.read_json(lease.path) == lease.holder | {
+        "attempt": 1,
+        "released": True,
+        "time": storage.read_json(lease.path)["time"],
+    }
+    records.release_for(storage, "steps/a-1", 2)  # it never got as far as a lease
+    assert not storage.exists("steps/a-1/attempts/2/lease.json")

@@ -179,7 +179,7 @@ def test_a_job_outlives_its_client_and_cancelling_frees_everything(client):
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the job's processes", 10)
     storage = Storage(str(client.root))
     (lease,) = storage.glob("steps/only-*/attempts/1/lease.json")
-    assert storage.read_json(lease)["released"] is True
+    wait_until(lambda: storage.read_json(lease)["released"], "the release of the lease", 20)
     assert client.run(client.command("logs", "one")).returncode == 143
 
     (client.folder / "mine.py").unlink()  # what resume needs is on record

@@ -25,7 +25,7 @@ from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE,
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
 from lt2_workflows.local_ray import ray_head
 from lt2_workflows.provenance import drift, provenance
-from lt2_workflows.records import TTL_S, Events, Watch, describe_holder, read_done, write_workflow
+from lt2_workflows.records import TTL_S, Events, Watch, describe_holder, read_done, release_for, write_workflow
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -170,7 +170,11 @@ def _drive(driver: Driver, step: Step) -> Outcome:
             driver.tell(step, "failed", attempt=attempt, error=error, log=log)
             return Outcome("bad_input", attempt, error, log)
         if driver.stopping.is_set():
-            driver.tell(step, "interrupted", attempt=attempt)
+            if code == INTERRUPTED:
+                driver.tell(step, "interrupted", attempt=attempt)
+            else:  # it was killed, or failed, before it could release its lease
+                driver.tell(step, "interrupted", attempt=attempt, error=error)
+                release_for(driver.storage, step.folder, attempt)
             return Outcome("interrupted", attempt)
         infrastructure = code in (INFRASTRUCTURE, INTERRUPTED)
         lost += infrastructure

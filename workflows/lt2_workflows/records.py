@@ -184,6 +184,15 @@ def is_stale(lease: dict[str, Any], silent_s: float = 0.0) -> bool:
     )
 
 
+def release_for(storage: Storage, folder: str, attempt: int) -> None:
+    """Release the lease of an attempt whose process, our child, ended without doing so; its Ray workers end first."""
+    path = f"{folder}/attempts/{attempt}/lease.json"
+    lease = storage.read_json(path) if storage.exists(path) else {"released": True}
+    if not lease["released"]:
+        time.sleep(ORPHAN_GRACE_S)
+        storage.write_bytes(path, json_bytes({**lease, "released": True}))
+
+
 def describe_holder(lease: dict[str, Any]) -> str:
     return f"process {lease['pid']} on {lease['host']}"
 
