@@ -36,7 +36,7 @@ def exit_gate_objective(
     def objective(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         if not isinstance(model.config.halting, ExitGate):
             raise ConfigError("exit_gate_objective needs a model with halting.type 'exit_gate'")
-        doc_ids = batch.doc_ids[:, :-1] if document_mask and batch.doc_ids is not None else None
+        doc_ids = batch.input_doc_ids(document_mask)
         output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step, per_loop=True)
         targets = next_token_targets(batch, document_mask=document_mask).flatten()
         losses = torch.stack(

@@ -28,6 +28,17 @@ Metrics are sums over tokens too: the loop adds them over micro-batches and rank
 """
 
 
+def rows_per_chunk(device_type: str, vocab_size: int) -> int:
+    """How many tokens' logits are made at a time."""
+    return max(1, _CHUNK_ELEMENTS.get(device_type, 2**27) // vocab_size)
+
+
+def matmul_dtype(hidden: Tensor) -> torch.dtype:
+    """Autocast's dtype when autocast is on, else hidden's own."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
 class CrossEntropy(NamedTuple):
     """Sums over the counted tokens: `loss` is differentiable and holds the z-loss, `ce` is the plain cross entropy."""
 
@@ -57,7 +68,7 @@ def chunked_cross_entropy(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do not "
             "match; expected (N, D), (V, D) and (N,)"
         )
-    rows = chunk_rows or max(1, _CHUNK_ELEMENTS.get(hidden.device.type, 2**27) // weight.shape[0])
+    rows = chunk_rows or rows_per_chunk(hidden.device.type, weight.shape[0])
     loss, ce = _ChunkedCrossEntropy.apply(hidden, weight, targets, ignore_index, z_loss, rows, torch.is_grad_enabled())
     return CrossEntropy(loss, (targets != ignore_index).sum(), ce)
 
@@ -75,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
-        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        compute = matmul_dtype(hidden)
         wide = torch.promote_types(compute, torch.float32)
         need_hidden = grad_enabled and ctx.needs_input_grad[0]
         need_weight = grad_enabled and ctx.needs_input_grad[1]
@@ -156,7 +167,7 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, au
     """
 
     def objective(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        doc_ids = batch.doc_ids[:, :-1] if document_mask and batch.doc_ids is not None else None
+        doc_ids = batch.input_doc_ids(document_mask)
         output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step)
         targets = next_token_targets(batch, document_mask=document_mask)
         result = chunked_cross_entropy(output.hidden.flatten(0, 1), model.head_weight, targets.flatten(), z_loss=z_loss)

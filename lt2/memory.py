@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from lt2 import parallel
 from lt2.config import ModelConfig
-from lt2.loss import chunked_cross_entropy
+from lt2.loss import chunked_cross_entropy, rows_per_chunk
 from lt2.model import LoopedLM
 from lt2.ops import outline
-from lt2.parallel import KEEP_FP32
 from lt2.train_config import TrainConfig
 
 OUTSIDE = 4 * 10**9
@@ -144,7 +143,7 @@ def plan_memory(
     dtype = torch.bfloat16 if bf16 and sharded else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True), outline.planning(device_type):
         model = LoopedLM(config).train()
-        _cast(model, dtype)
+        parallel.cast_weights(model, dtype)
         walk.add_weights(model, dtype.itemsize)
         recompute = train.recompute
         parallel.wrap_blocks(model, recompute="block" if recompute == "loop" else recompute)
@@ -163,12 +162,6 @@ def plan_memory(
                 loss = _loss(model, size * seq_len, h.dtype, device_type, live)
     walk.run(table, start[0], loss, h.nbytes, recompute=recompute, head=4 * model.head_weight.numel())
     return walk.peak
-
-
-def _cast(model: LoopedLM, dtype: torch.dtype) -> None:
-    for name, parameter in model.named_parameters():
-        if name.rsplit(".", 1)[-1] not in KEEP_FP32:
-            parameter.data = parameter.data.to(dtype)
 
 
 def _kind(
@@ -207,9 +200,7 @@ def _trace(block: nn.Module, spec: Any, h: Tensor, seq: Any, live: LiveStorages,
 
 def _loss(model: LoopedLM, n_tokens: int, dtype: torch.dtype, device_type: str, live: LiveStorages) -> tuple[int, int]:
     """(bytes kept, peak) of the final norm and the chunked cross entropy over n_tokens."""
-    from lt2.loss import _CHUNK_ELEMENTS
-
-    rows = min(n_tokens, max(1, _CHUNK_ELEMENTS[device_type] // model.config.vocab_size))
+    rows = min(n_tokens, rows_per_chunk(device_type, model.config.vocab_size))
     few = min(n_tokens, 2 * rows)  # every chunk after the second is like it
     hidden = torch.zeros(few, model.config.dim, dtype=dtype, requires_grad=True)
     targets = torch.zeros(few, dtype=torch.int64)

@@ -160,6 +160,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype | None
     return sharding
 
 
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """In place, all parameters but those of KEEP_FP32."""
+    for name, parameter in model.named_parameters():
+        if name.rsplit(".", 1)[-1] not in KEEP_FP32:
+            parameter.data = parameter.data.to(dtype)
+
+
 def _replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if name.rsplit(".", 1)[-1] in KEEP_FP32]
 

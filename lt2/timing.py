@@ -1,4 +1,4 @@
-"""Timing a call honestly on whatever device it runs on."""
+"""Timing a call honestly on whatever device it runs on, and models whose weights do not matter to do it with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 
 import torch
+
+from lt2.config import ModelConfig
+from lt2.model import LoopedLM
 
 
 def repeat_seconds(work: Callable[[], object], device: torch.device, *, warmups: int, repeats: int) -> list[float]:
@@ -26,3 +29,18 @@ def repeat_seconds(work: Callable[[], object], device: torch.device, *, warmups:
             work()
             times.append(time.perf_counter() - begin)
     return times
+
+
+@torch.no_grad()
+def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> LoopedLM:
+    """Weights of a sensible scale, the same every time, drawn on the device: seconds where `build` takes minutes."""
+    with torch.device("meta"):
+        model = LoopedLM(config).to(dtype)
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+        else:
+            parameter.fill_(0.0 if "log" in name or "bias" in name else 1.0)
+    return model

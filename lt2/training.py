@@ -58,6 +58,10 @@ class Batch:
     topk_logits: Tensor | None = None
     topk_ids: Tensor | None = None
 
+    def input_doc_ids(self, document_mask: bool) -> Tensor | None:
+        """(B, L): what the model is told of documents; None where it may look across them."""
+        return self.doc_ids[:, :-1] if document_mask and self.doc_ids is not None else None
+
     @classmethod
     def from_numpy(cls, arrays: dict[str, Any], device: torch.device | str = "cpu") -> Batch:
         """From what a packed dataset yields: arrays under the names of the fields above."""

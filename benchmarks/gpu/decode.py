@@ -20,28 +20,15 @@ from lt2.config import ModelConfig
 from lt2.decode import GreedyStep
 from lt2.model import LoopedLM
 from lt2.parallel import wrap_blocks
+from lt2.timing import random_model
 
 
-def random_model(config: ModelConfig, *, compile: bool) -> LoopedLM:
-    """A bf16 model for inference; see `random_weights`."""
-    model = random_weights(config, torch.bfloat16).requires_grad_(False).eval()
+def inference_model(config: ModelConfig, *, compile: bool) -> LoopedLM:
+    """In bf16; see `random_model`."""
+    model = random_model(config, dtype=torch.bfloat16, device=device()).requires_grad_(False).eval()
     if compile:
         torch._dynamo.config.automatic_dynamic_shapes = False  # a second batch size gets kernels of its own too
         wrap_blocks(model, compile=True)
-    return model
-
-
-def random_weights(config: ModelConfig, dtype: torch.dtype) -> LoopedLM:
-    """Weights of a sensible scale, drawn on the device in seconds; throughput does not depend on their values."""
-    with torch.device("meta"):
-        model = LoopedLM(config).to(dtype)
-    model = model.to_empty(device=device())
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.dim() > 1:
-                p.normal_(std=p.shape[-1] ** -0.5)
-            else:
-                p.fill_(0.0 if "log" in name or "bias" in name else 1.0)
     return model
 
 
@@ -66,7 +53,7 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 130.0) -> Itera
     for name in ("full+gdn", "full", "gdn", "gdn+dsa"):
         if only is not None and name not in only:
             continue
-        model = random_model(model_config(name, size, n_layers=n_layers), compile=not dry_run)
+        model = inference_model(model_config(name, size, n_layers=n_layers), compile=not dry_run)
         for batch in (1, 8):
             row = {"part": "decode", "model": name, "batch": batch}
             if time.perf_counter() - started > deadline:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.decode import random_model
+from benchmarks.gpu.decode import inference_model
 from benchmarks.gpu.device import device, seconds
 from benchmarks.gpu.models import model_config
 from lt2.model import LoopedLM
@@ -21,7 +21,7 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 80.0) -> Iterat
     for name in ("full+gdn", "full", "gdn", "gdn+dsa"):
         if only is not None and name not in only:
             continue
-        model = random_model(model_config(name, size, n_layers=n_layers), compile=False)
+        model = inference_model(model_config(name, size, n_layers=n_layers), compile=False)
         for batch, context in cells:
             row = {"part": "prefill", "model": name, "batch": batch, "context": context}
             if time.perf_counter() - started > deadline:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.decode import random_weights
 from benchmarks.gpu.device import ceilings, device
 from benchmarks.gpu.models import LAYOUTS, model_config
 from lt2.accounting import parameters, training_flops
@@ -24,6 +23,7 @@ from lt2.loss import next_token_objective
 from lt2.memory import plan_memory
 from lt2.optim import adamw, warmup_cosine
 from lt2.parallel import shard, wrap_blocks
+from lt2.timing import random_model
 from lt2.training import Batch, TrainConfig, TrainState, train
 
 NOMINAL_FLOPS = 989e12
@@ -56,7 +56,7 @@ def random_batches(vocab_size: int, batch: int, length: int) -> Iterator[Batch]:
 
 
 def ours(config: ModelConfig, batch: int, length: int, *, recompute: bool, compile: bool, steps: int) -> dict[str, Any]:
-    model = random_weights(config, torch.float32)
+    model = random_model(config, dtype=torch.float32, device=device())
     wrap_blocks(model, recompute="block" if recompute else "none", compile=compile)
     sharding = None
     if device().type == "cuda":  # one rank: parameters are cast to bf16 once per step, as in a real run
@@ -101,7 +101,8 @@ def measured(times: list[float], tokens: int) -> dict[str, Any]:
 
 def compile_kernels() -> list[dict[str, Any]]:
     """Fill tilelang's cache on disk with the kernels of a GDN block of the measured width: over a minute, uncached."""
-    model = random_weights(model_config("gdn", "1.3b", n_layers=1, n_loops=1, vocab_size=1024), torch.bfloat16)
+    config = model_config("gdn", "1.3b", n_layers=1, n_loops=1, vocab_size=1024)
+    model = random_model(config, dtype=torch.bfloat16, device=device())
     batch = next(random_batches(1024, 1, 4096))
     loss, _, _ = next_token_objective()(model, batch)
     loss.backward()

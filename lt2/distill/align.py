@@ -76,7 +76,7 @@ def align_objective(*, loss: str = "mse", document_mask: bool = False) -> Object
         aligned = [layer for layer in range(n_layers) if layer not in layout.kept]
         if not aligned:
             raise ConfigError("objective 'align': every layer keeps its attention, so there is nothing to align")
-        doc_ids = batch.doc_ids[:, :-1] if document_mask and batch.doc_ids is not None else None
+        doc_ids = batch.input_doc_ids(document_mask)
         forced = Forced(layout.attention, loss)
         output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step, force=forced)
         # The model averages auxiliary losses over loops and adds them over layers.

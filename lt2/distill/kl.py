@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lt2.loss import _CHUNK_ELEMENTS
+from lt2.loss import matmul_dtype, rows_per_chunk
 
 
 class TopK(NamedTuple):
@@ -40,7 +40,7 @@ def top_k(hidden: Tensor, weight: Tensor, k: int | None) -> TopK:
 
     The matmul runs in autocast's dtype when autocast is on, else in hidden's.
     """
-    compute = _compute_dtype(hidden)
+    compute = matmul_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = hidden.to(compute) @ weight.to(compute).T
     wide = torch.promote_types(compute, torch.float32)
@@ -71,7 +71,7 @@ def chunked_topk_kl(
     One chunk's logits are alive at a time, whatever N, V and T: gradients are computed in the forward pass, chunk by
     chunk, as in lt2.loss.chunked_cross_entropy, and backward can run only once. Statistics are in fp32 (fp64 for fp64).
     """
-    rows = chunk_rows or max(1, _CHUNK_ELEMENTS.get(weight.device.type, 2**27) // weight.shape[0])
+    rows = chunk_rows or rows_per_chunk(weight.device.type, weight.shape[0])
     call = _Call(teacher, tuple(loop_weights), counted, temperature, rows, torch.is_grad_enabled())
     return LoopKL(*_ChunkedKL.apply(call, weight, *loops))
 
@@ -85,15 +85,10 @@ class _Call(NamedTuple):
     grad_enabled: bool
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
 class _ChunkedKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, weight: Tensor, *loops: Tensor) -> tuple[Tensor, Tensor]:
-        compute = _compute_dtype(loops[0])
+        compute = matmul_dtype(loops[0])
         wide = torch.promote_types(compute, torch.float32)
         need_weight = call.grad_enabled and ctx.needs_input_grad[1]
         need_hidden = call.grad_enabled and any(ctx.needs_input_grad[2:])

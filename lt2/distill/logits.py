@@ -54,7 +54,7 @@ def distill_objective(config: DistillConfig, train: TrainConfig, teacher: Looped
             raise ConfigError(f"objective.k {config.k} exceeds the vocabulary of {model.config.vocab_size}; lower it")
         weights = loop_weights(config, n_loops, train.steps if batch.step is None else batch.step, train.steps)
         used = [loop for loop, weight in enumerate(weights) if weight > 0]
-        doc_ids = batch.doc_ids[:, :-1] if train.document_mask and batch.doc_ids is not None else None
+        doc_ids = batch.input_doc_ids(train.document_mask)
         given = given_top_k(batch, config, used, n_loops) if teacher is None else None
         if given is None:
             assert teacher is not None

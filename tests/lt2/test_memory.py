@@ -64,7 +64,9 @@ def measured(config, settings):
 
     until(1)  # moments are there from now on
     held = 3 * sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
-    return held + allocated_peak(lambda: until(2))
+    # gloo's threads let go of a buffer when they get to run: a busy machine makes a step's peak higher, never lower.
+    steps = (2,) if mesh is None else (2, 3, 4)
+    return held + min(allocated_peak(lambda step=step: until(step)) for step in steps)
 
 
 CASES = {

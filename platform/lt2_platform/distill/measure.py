@@ -52,7 +52,7 @@ def teacher_kl(
     sums, tokens = torch.zeros(T, dtype=torch.float64), 0
     for rows in chunks(count, batch_size):
         batch = Batch.from_numpy(dataset.batch(rows), device)
-        doc_ids = batch.doc_ids[:, :-1] if document_mask and batch.doc_ids is not None else None
+        doc_ids = batch.input_doc_ids(document_mask)
         counted = (next_token_targets(batch, document_mask=document_mask) != IGNORE).flatten()
         with torch.autocast(device.type, precision) if precision else nullcontext():
             ours, theirs = (

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lt2 import parallel
 from lt2.config import ConfigError
@@ -31,19 +30,12 @@ def load_teacher(place: str, train: TrainConfig, device: torch.device) -> Looped
     model = model.at_depth(config.n_loops, halting=False).requires_grad_(False)
     dtype = autocast_dtype(train.precision, device)
     if dtype is not None:
-        cast(model, dtype)
+        parallel.cast_weights(model, dtype)
     model = model.to(device).eval()
     mesh = parallel.data_mesh(device.type, train.shard_workers)
     if mesh is not None:
         parallel.shard(model, mesh, param_dtype=dtype, keep=train.keep_gathered is True)
     return model
-
-
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """In place, all parameters but those that a low precision would spoil (parallel.KEEP_FP32)."""
-    for name, parameter in model.named_parameters():
-        if name.rsplit(".", 1)[-1] not in parallel.KEEP_FP32:
-            parameter.data = parameter.data.to(dtype)
 
 
 def identity(place: str) -> str:

@@ -28,10 +28,11 @@ from torch import Tensor
 from lt2.config import ConfigError
 from lt2.distill.kl import top_k
 from lt2.model import LoopedLM
+from lt2.parallel import cast_weights
 from lt2_platform.data.spread import some_ray, spread
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.units import ROW_GROUP
-from lt2_platform.distill.teacher import cast, identity
+from lt2_platform.distill.teacher import identity
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.train import checkpoint
 
@@ -133,7 +134,7 @@ def _model(place: str) -> LoopedLM:
     model, config, _ = checkpoint.load_model(place)
     model = model.at_depth(config.n_loops, halting=False)
     if torch.cuda.is_available():
-        cast(model, torch.bfloat16)
+        cast_weights(model, torch.bfloat16)
         model = model.to("cuda")
     return model.eval()
 

@@ -86,6 +86,7 @@ def main() -> None:
     cell = Cell.model_validate_json(sys.stdin.read())
     import torch
 
+    from lt2.timing import random_model
     from lt2_platform.evaluate.throughput import OutOfMemoryError, measure, phase
     from lt2_platform.evaluate.throughput_peer import measure_peer
 
@@ -96,7 +97,8 @@ def main() -> None:
     try:
         say(phase="model")
         with phase("model"):
-            model = random_model(cell)
+            model = random_model(cell.model, dtype=getattr(torch, cell.dtype), device=cell.device)
+            model.requires_grad_(False).eval()
         say(phase="prefill")  # the later phases are told apart by what is raised, unless the kernel kills
         found = measure(model, cell.throughput)
         if cell.peer:
@@ -125,24 +127,6 @@ def limit(cell: Cell) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
     else:
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-
-
-def random_model(cell: Cell) -> Any:
-    """On the device from the start; weights of a sensible scale, whose values throughput does not depend on."""
-    import torch
-
-    from lt2.model import LoopedLM
-
-    with torch.device("meta"):
-        model = LoopedLM(cell.model).to(getattr(torch, cell.dtype))
-    model = model.to_empty(device=cell.device).requires_grad_(False).eval()
-    generator = torch.Generator(cell.device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-        else:
-            parameter.fill_(0.0 if "log" in name or "bias" in name else 1.0)
-    return model
 
 
 if __name__ == "__main__":
