@@ -10,10 +10,11 @@ from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, trainer, worker
 from lt2_workflows import steps
 from lt2_workflows.attempt import StepContext
-from lt2_workflows.distill_steps import run_distill, run_retention, run_select_layers
+from lt2_workflows.distill_steps import run_distill, run_select_layers
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.plan import describe_plan
+from lt2_workflows.retention_steps import run_retention
 from tests.lt2.interop.test_ouro import OURO
 from tests.platform.distill.stages import GDN, write_teacher
 from tests.platform.train.packed import train_config

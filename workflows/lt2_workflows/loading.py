@@ -66,12 +66,12 @@ def workflow_from_record(
     configs = {}
     types = {raw.get("type") for raw in record["steps"].values() if isinstance(raw, dict)}
     if not types <= STEP_TYPES.keys():
-        importlib.import_module("lt2_workflows.distill_steps")  # the shipped types; they import torch
+        from lt2_workflows import distill_steps, retention_steps  # noqa: F401  register the shipped types
     for name, raw in record["steps"].items():
         place = _place(source, lines, ("steps", name, "type"))
         if not isinstance(raw, dict) or raw.get("type") not in STEP_TYPES:
             kind = raw.get("type") if isinstance(raw, dict) else raw
-            problems.append(f"{place}: {name}.type: unknown step type {kind!r}{_nearest(kind, STEP_TYPES)}")
+            problems.append(f"{place}: {name}.type: unknown step type {kind!r}{nearest(kind, STEP_TYPES)}")
             continue
         try:
             configs[name] = STEP_TYPES[raw["type"]].config.model_validate(raw)
@@ -109,7 +109,7 @@ def apply_overrides(steps: dict[str, Any], overrides: Sequence[tuple[str, Any]])
             raise ConfigError(f"--set {key} is given more than once; keep one")
         name = key.split(".")[0]
         if name not in steps:
-            raise ConfigError(f"--set {key}: unknown step {name!r}{_nearest(name, steps)}")
+            raise ConfigError(f"--set {key}: unknown step {name!r}{nearest(name, steps)}")
     by_type_then_depth = sorted(overrides, key=lambda item: (not item[0].endswith(".type"), item[0].count(".")))
     for key, value in by_type_then_depth:
         _set(steps, key, value)
@@ -151,7 +151,7 @@ def _shipped(recipe: str) -> Callable[[], Workflow]:
     recipes = shipped_recipes()
     if name not in recipes:
         raise ConfigError(
-            f"unknown recipe {name!r}{_nearest(name, recipes)}; see `lt2 recipes`, or give file.py:function"
+            f"unknown recipe {name!r}{nearest(name, recipes)}; see `lt2 recipes`, or give file.py:function"
         )
     if not argument:
         return recipes[name]
@@ -171,7 +171,7 @@ def _function_in_file(path: str, function: str) -> Callable[[], Workflow]:
     found = getattr(module, function, None)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ConfigError(f"{path} has no function {function!r}{_nearest(function, names)}")
+        raise ConfigError(f"{path} has no function {function!r}{nearest(function, names)}")
     return cast(Callable[[], Workflow], found)
 
 
@@ -210,7 +210,7 @@ def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]
     lines = _lines(loaded)
     for key in loaded:
         if key not in known:
-            hint = _nearest(key, known)
+            hint = nearest(key, known)
             raise ConfigError(f"{_place(path, lines, (key,))}: unknown key {key!r}{hint}")
     record = {"workflow": loaded["workflow"], "recipe_file": loaded.get("recipe_file"), "steps": _plain(steps)}
     if record["recipe_file"]:
@@ -276,7 +276,7 @@ def _place(source: str, lines: dict[tuple[str, ...], int], path: tuple[str, ...]
     return f"{source}:{lines[path]}" if path else source
 
 
-def _nearest(name: Any, known: Any) -> str:
+def nearest(name: Any, known: Any) -> str:
     near = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
     return f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(sorted(str(item) for item in known))})"
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
 from lt2_platform.results import ResultsStore
+from lt2_platform.results_tables import flatten
 from lt2_workflows.console import duration
 from lt2_workflows.records import list_workflows, read_state
 from lt2_workflows.svg import Dots, Line, dot_chart, line_chart
@@ -132,15 +133,13 @@ def result_parts(result: Mapping[str, Any]) -> Iterator[Part]:
             yield Table(columns, [[row.get(name) for name in columns] for row in value])
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            found |= _flat(item, f"{prefix}{key}.")
-        elif _plain(item) and item is not None:
-            found[f"{prefix}{key}"] = item
+    for key, item in flatten(value).items():
+        if _plain(item) and item is not None:
+            found[key] = item
         elif isinstance(item, list) and item and all(_plain(each) for each in item):
-            found[f"{prefix}{key}"] = ", ".join(cell(each) for each in item)
+            found[key] = ", ".join(cell(each) for each in item)
     return found
 
 
@@ -165,6 +164,7 @@ def curve_parts(store: ResultsStore, runs: Mapping[str, str]) -> Iterator[Plot]:
 def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]:
     """The table of a sweep (see `sweep_step.write_table`), ours and the paper's perplexity as dots, and the curves."""
     rows, with_paper = sweep["rows"], sweep["paper"] is not None
+    labels = [" ".join((row["group"], row["label"])).strip() for row in rows]
     yield sweep["title"] + "."
     columns = ["group", "configuration", "seeds", "failed", "parameters"]
     columns += [name for score in ablations.SCORES for name in (score, *([f"{score}, paper"] if with_paper else []))]
@@ -183,12 +183,10 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     if names:
         more = [
-            [" ".join((row["group"], row["label"])).strip()]
-            + [ablations.plus_minus(*row["metrics"].get(name, (None, None)), digits=4) for name in names]
-            for row in rows
+            [label] + [ablations.plus_minus(*row["metrics"].get(name, (None, None)), digits=4) for name in names]
+            for label, row in zip(labels, rows, strict=True)
         ]
         yield Table(["configuration", *names], more)
-    labels = [" ".join((row["group"], row["label"])).strip() for row in rows]
     for name, unit in zip(ablations.SCORES, ("perplexity", "average of eight tasks (%)"), strict=True):
         for who, key, error in (("ours", name, f"{name}_std"), ("paper", f"{name}_paper", None)):
             values = [row[key] for row in rows]

@@ -20,10 +20,12 @@ NameArgument = Annotated[
 def sweep_workflow(name: str, set_: list[str], grid: list[str], seeds: str | None, options: dict[str, Any]) -> Any:
     """The workflow that `lt2 sweep` runs. Raises ConfigError for any mistake."""
     from lt2.config import ConfigError
-    from lt2_workflows.loading import apply_overrides, load_workflow, shipped_recipes, workflow_from_record
+    from lt2_workflows.loading import apply_overrides, load_workflow, nearest, shipped_recipes, workflow_from_record
 
-    preset = f"sweep_{name}"
-    if preset.partition(":")[0] in shipped_recipes():
+    preset, word, recipes = f"sweep_{name}", name.partition(":")[0], shipped_recipes()
+    if word.isidentifier() and word not in {*SHIPPED, *recipes}:
+        raise ConfigError(f"unknown recipe {word!r}{nearest(word, [*SHIPPED, *recipes])}")
+    if preset.partition(":")[0] in recipes:
         record = load_workflow(preset).record()
     else:
         base = load_workflow(name)

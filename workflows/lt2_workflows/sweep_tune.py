@@ -11,11 +11,10 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
 from lt2.accounting import parameters
-from lt2.config import ModelConfig
 from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.sweep_trial import run_trial
-from lt2_workflows.sweeps import SweepStep, Trial, training_step
+from lt2_workflows.sweeps import SweepStep, Trial, sized, training_step
 
 HEAD = "node:__internal_head__"  # a resource that every cluster's head has
 DRIVERS = "tune_driver"  # one that a cluster may have, to say where trials are driven from
@@ -84,6 +83,7 @@ class TrialRecords(tune.Callback):
         self.trials = {trial.name: trial for trial in config.expanded}
         self.last: dict[str, dict[str, Any]] = {}
         self.outcomes: dict[str, dict[str, Any]] = {}
+        self.ended = {name.removesuffix(".json") for name in context.storage.list(folder)}
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Tune pickles its callbacks into a state that we never restore
@@ -105,18 +105,17 @@ class TrialRecords(tune.Callback):
             self._end(_name(trial), {"state": "failed", "error": error, "log": None, "run": None, "metrics": {}})
 
     def _end(self, name: str, outcome: Mapping[str, Any]) -> None:
-        path = f"{self.folder}/{name}.json"
-        if not self.context.storage.exists(path):  # a trial that was only replayed has one
+        if name not in self.ended:  # a trial that was only replayed has its record
             trial = self.trials[name]
             fields = {key: getattr(trial, key) for key in ("name", "label", "group", "seed", "settings")}
             steps = {step: each.id for step, each in trial.workflow.steps.items()}
             more = {"steps": steps, "parameters": count(trial), "last": self.last.get(name)}
-            self.context.storage.write_json(path, fields | more | dict(outcome))
+            self.context.storage.write_json(f"{self.folder}/{name}.json", fields | more | dict(outcome))
+            self.ended.add(name)
         self._say(f"{name}: {outcome['state']}")
 
     def _say(self, message: str) -> None:
-        ended = len(self.context.storage.list(self.folder))
-        self.context.progress({"step": ended, "steps": len(self.trials), "message": message})
+        self.context.progress({"step": len(self.ended), "steps": len(self.trials), "message": message})
 
 
 def _last_line(error_file: str | None) -> str:
@@ -128,8 +127,6 @@ def _last_line(error_file: str | None) -> str:
 
 
 def count(trial: Trial) -> int | None:
-    """Parameters of the trained model; a vocabulary left to the tokenizer counts as 256."""
+    """Parameters of the trained model, as `sized` has it."""
     model = getattr(trial.workflow.configs.get(training_step(trial)), "model", None)
-    if model is None:
-        return None
-    return parameters(ModelConfig.model_validate(model.model_dump() | {"vocab_size": model.vocab_size or 256})).total
+    return None if model is None else parameters(sized(model)).total

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lt2.config import Config, ConfigError
+from lt2.config import Config, ConfigError, ModelConfig
 from lt2_workflows.graph import Ref, Resources, StepConfig, Workflow, canonical
 from lt2_workflows.loading import apply_overrides, workflow_from_record
 
@@ -167,6 +167,11 @@ def label_of(point: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
+def sized(model: Any) -> ModelConfig:
+    """A training step's model; a vocabulary left to the tokenizer counts as 256."""
+    return ModelConfig.model_validate(model.model_dump() | {"vocab_size": model.vocab_size or 256})
+
+
 def slug(text: str) -> str:
     """A usable name: '1:4 seed 0' becomes '1-4-seed-0'."""
     return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-_")[:60] or "trial"
@@ -182,10 +187,6 @@ def match_parameters(steps: dict[str, Any], step: str, base: Workflow) -> None:
     From 1,024 on widths are multiples of 64, as kernels like. A model as large as the recipe's is left alone.
     """
     from lt2.accounting import parameters
-    from lt2.config import ModelConfig
-
-    def sized(model: Any) -> ModelConfig:
-        return ModelConfig.model_validate(model.model_dump() | {"vocab_size": model.vocab_size or 256})
 
     ours = sized(workflow_from_record({"workflow": "trial", "steps": steps}, source="sweep").configs[step].model)  # type: ignore[attr-defined]
     difference = parameters(sized(base.configs[step].model)).total - parameters(ours).total  # type: ignore[attr-defined]

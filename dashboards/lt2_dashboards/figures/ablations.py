@@ -45,16 +45,8 @@ def hybrid(
     if repeated:
         middle = [rounded(found[0]) if (found := means[name]) else None for name in names]
         series.append(line("this store, mean", middle, 0, yAxisIndex=1, connectNulls=True))
-    option = {
-        "xAxis": {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else by},
-        "yAxis": [
-            {"type": "value", "name": f"{AXES[quality]}, paper", "scale": True},
-            {"type": "value", "name": f"{AXES[quality]}, this store", "scale": True, "splitLine": {"show": False}},
-        ],
-        "series": series,
-        "tooltip": {"trigger": "item"},
-        "legend": {"show": True},
-    }
+    x_axis = {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else by}
+    option = _beside_paper(x_axis, quality, series)
     notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens. Ours has an axis of its own: compare shapes, not heights."]
     if by == "level":
         notes.append("Random + vote takes 5 times the compute when evaluated.")
@@ -94,16 +86,7 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
     for name, on, symbol in (("no gate", False, "emptyDiamond"), ("gate", True, "diamond")):
         data = [{"name": run, "value": [t, rounded(v)]} for run, t, g, v in ours if bool(g) == on]
         series.append(points(f"this store, {name}", data, 0, yAxisIndex=1, z=4, symbol=symbol, symbolSize=13))
-    option = {
-        "xAxis": {"type": "category", "data": models},
-        "yAxis": [
-            {"type": "value", "name": f"{AXES[quality]}, paper", "scale": True},
-            {"type": "value", "name": f"{AXES[quality]}, this store", "scale": True, "splitLine": {"show": False}},
-        ],
-        "series": series,
-        "tooltip": {"trigger": "item"},
-        "legend": {"show": True},
-    }
+    option = _beside_paper({"type": "category", "data": models}, quality, series)
     return Figure(
         f"Output gate: {AXES[quality]}",
         option,
@@ -112,6 +95,20 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
         ["Paper: Table 4, 1.3B, T = 4, 100B tokens. Ours are runs whose architecture was trained with and without."],
         produce="" if ours else "lt2 sweep gate",
     )
+
+
+def _beside_paper(x_axis: dict[str, Any], quality: Quality, series: list[dict[str, Any]]) -> dict[str, Any]:
+    """Two value axes: the paper's on the left, this store's on the right (`yAxisIndex` 1)."""
+    paper, ours = (
+        {"type": "value", "name": f"{AXES[quality]}, {whose}", "scale": True} for whose in ("paper", "this store")
+    )
+    return {
+        "xAxis": x_axis,
+        "yAxis": [paper, ours | {"splitLine": {"show": False}}],
+        "series": series,
+        "tooltip": {"trigger": "item"},
+        "legend": {"show": True},
+    }
 
 
 def value_of(run: Evaluated, quality: Quality) -> float | None:

@@ -11,7 +11,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels
-from lt2_dashboards.figures.store import architecture, rows_of
+from lt2_dashboards.figures.store import architecture, known_runs, rows_of
 from lt2_dashboards.queries import Source
 
 LENGTHS = [2**power for power in range(10, 21)]  # 1k to 1M tokens
@@ -81,21 +81,18 @@ def _own_models(source: Source, runs: list[str] | None) -> tuple[dict[str, Model
     snapshot = source.snapshot()
     if runs is None:
         newest = snapshot.query("SELECT run FROM runs ORDER BY created DESC, run LIMIT 200")
-        wanted, limit = [run for (run,) in newest], OWN
+        infos, limit = snapshot.runs([run for (run,) in newest]), OWN
     else:
-        wanted, limit = runs, len(runs)
-    infos = snapshot.runs(wanted)
-    if runs is not None and (unknown := [run for run in runs if run not in infos]):
-        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+        infos, limit = known_runs(snapshot, runs), len(runs)
     found: dict[str, ModelConfig] = {}
     problems: list[str] = []
     seen = set()
-    for run in wanted:
-        kind = architecture(infos[run].config)
+    for run, info in infos.items():
+        kind = architecture(info.config)
         if len(found) == limit or kind is None or (runs is None and kind.title in seen):
             continue
         seen.add(kind.title)
-        given = infos[run].config.get("model", infos[run].config)
+        given = info.config.get("model", info.config)
         fields = {key: value for key, value in given.items() if key in ModelConfig.model_fields and value is not None}
         try:
             model = ModelConfig.model_validate({"vocab_size": 1, **fields, "max_seq_len": LENGTHS[-1]})

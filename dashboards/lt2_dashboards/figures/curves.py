@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lt2.config import ConfigError
 from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.store import known_runs
 from lt2_dashboards.queries import Source
 from lt2_platform.results_curves import refit
 
@@ -52,9 +52,7 @@ def curves(
     where the loss is after the first 3 % of training, so that later differences can be seen. `points` is how many each
     line may have (a small chart needs fewer); the table has all that are stored.
     """
-    known = source.snapshot().runs(runs)
-    if unknown := [run for run in runs if run not in known]:
-        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+    known = known_runs(source.snapshot(), runs)
     series, found, notes, empty = [], {}, [], []
     for position, run in enumerate(runs):
         loaded = source.curves(known[run])

@@ -11,6 +11,7 @@ from typing import Any
 from lt2.config import ConfigError
 from lt2_dashboards.figures.paper import TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
+from lt2_platform.results import RunInfo
 
 MAX_RUNS = 1_000  # of one figure, newest first
 NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is the customary number
@@ -98,8 +99,8 @@ def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Eva
     Raises ConfigError for one of `runs` that the store does not have.
     """
     wanted = None if runs is None else list(runs)
-    if wanted is not None and (unknown := [run for run in wanted if run not in snapshot.runs(wanted)]):
-        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+    if wanted is not None:
+        known_runs(snapshot, wanted)
     picked, bound = ("", []) if wanted is None else ("AND list_contains(?, e.run)", [wanted])
     rows = snapshot.query(
         "WITH newest AS (SELECT e.run, max(created) AS created FROM evals e LEFT JOIN runs USING (run) "
@@ -119,6 +120,14 @@ def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Eva
     infos = snapshot.runs(list(found))
     order = found if wanted is None else wanted
     return [Evaluated(run, infos[run].config if run in infos else {}, **found.get(run, {})) for run in order]
+
+
+def known_runs(snapshot: Snapshot, runs: list[str]) -> dict[str, RunInfo]:
+    """What the store knows of `runs`, in that order. Raises ConfigError for one that it does not have."""
+    found = snapshot.runs(runs)
+    if unknown := [run for run in runs if run not in found]:
+        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+    return found
 
 
 def rows_of(

@@ -9,11 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lt2.config import ConfigError
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import RMS_GROWTH, STABILITY
 from lt2_dashboards.figures.series import Panel, line, panels
-from lt2_dashboards.figures.store import Architecture, architecture, rows_of
+from lt2_dashboards.figures.store import Architecture, architecture, known_runs, rows_of
 from lt2_dashboards.queries import Source
 from lt2_platform.results import RunInfo
 from lt2_platform.results_curves import refit
@@ -73,15 +72,10 @@ def _chosen(source: Source, runs: list[str] | None) -> list[tuple[RunInfo, Archi
     snapshot = source.snapshot()
     logged = "run IN (SELECT run FROM metrics WHERE metric = 'grad_norm')"
     if runs is None:
-        wanted = [
-            run
-            for (run,) in snapshot.query(f"SELECT run FROM runs WHERE {logged} ORDER BY created DESC, run LIMIT 500")
-        ]
+        newest = snapshot.query(f"SELECT run FROM runs WHERE {logged} ORDER BY created DESC, run LIMIT 500")
+        infos = snapshot.runs([run for (run,) in newest])
     else:
-        wanted = runs
-    infos = snapshot.runs(wanted)
-    if runs is not None and (unknown := [run for run in runs if run not in infos]):
-        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+        infos = known_runs(snapshot, runs)
     found: dict[Any, tuple[RunInfo, Architecture]] = {}
     for run, info in infos.items():
         kind = architecture(info.config)

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lt2.config import ConfigError
-from lt2_platform.data.documents import Document, Fault, text_of
+from lt2_platform.data.documents import Document, Fault
 from lt2_platform.data.pack import frame, join_framed, learned, pack, split_framed
 from lt2_platform.data.readers import LEFT_OUT, read_rows
 from lt2_platform.data.source_configs import FileSource
 from lt2_platform.data.sources import Slice, SourceFile
 from lt2_platform.data.stream import shuffled
 from lt2_platform.data.tokenize import load_tokenizer
-from lt2_platform.data.units import encode_documents
+from lt2_platform.data.units import encode_documents, in_batches
 from lt2_platform.storage import Storage
 
 BATCH_CHARACTERS = 2**16  # tokenised at once; small, so that a lane that runs dry is not long in coming back
@@ -119,7 +119,7 @@ class Lane:
 
     def _encoded(self, start: Cursor) -> Iterator[list[_Made]]:
         tokenizer = load_tokenizer(self.plan.tokenizer)
-        for batch in _batched(self._documents(start)):
+        for batch in in_batches(self._documents(start), BATCH_CHARACTERS):
             made = []
             encoded = encode_documents(tokenizer, [document for _, _, document in batch])
             for (unit, row, _), ids in zip(batch, encoded, strict=True):
@@ -164,16 +164,6 @@ class Lane:
     def _rows(self, part: Slice) -> Iterator[Any]:
         file = self.plan.files[part.file]
         return read_rows(file, part, self.plan.sources[file.source])
-
-
-def _batched(documents: Iterator[tuple[int, int, Document]]) -> Iterator[list[tuple[int, int, Document]]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(text_of(document[2]))
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
 
 
 Cursors = Mapping[str, Sequence[int]]

@@ -22,7 +22,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.lanes import Cursor, Cursors, LivePlan, live_batches
 from lt2_platform.data.on_the_fly import KEY, live_plan
 from lt2_platform.data.prepare import PrepareConfig
-from lt2_platform.data.stream import load_manifest, read_ahead
+from lt2_platform.data.stream import load_manifest, read_ahead, share_of
 from lt2_platform.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,8 @@ class LiveDataset:
 
         cursors: the file CURSORS of the checkpoint at `position`, unless that is 0.
         """
-        if world_size > global_batch_size:
-            raise ConfigError(f"global_batch_size {global_batch_size} is smaller than {world_size} workers; raise it")
+        first, last = share_of(global_batch_size, rank, world_size)
         saved = read_cursors(cursors, position, global_batch_size)
-        first, last = global_batch_size * rank // world_size, global_batch_size * (rank + 1) // world_size
         own = {name: cursor for name, cursor in saved.items() if first <= int(name.split("/")[0]) < last}
         self._given = OrderedDict({position: {name: Cursor(*cursor) for name, cursor in own.items()}})
         config = PrepareConfig.model_validate(self.manifest["config"])

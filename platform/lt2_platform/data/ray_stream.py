@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lt2.config import ConfigError
-from lt2_platform.data.stream import WINDOW_BLOCKS, PackedDataset, check_share, indices_at, read_ahead
+from lt2_platform.data.stream import WINDOW_BLOCKS, PackedDataset, check_not_empty, indices_at, read_ahead, share_of
 from lt2_platform.data.units import ROW_GROUP
 
 CHUNK_BYTES = 32 * 2**20
@@ -60,8 +60,8 @@ def ray_batches(
     Two tasks a rank read ahead; `prefetch` batches lie ready in this process (0: none). The tasks ask for no CPU:
     workers that hold all of them would otherwise wait for ever for data that no task may read.
     """
-    check_share(dataset, global_batch_size, world_size)
-    first, last = global_batch_size * rank // world_size, global_batch_size * (rank + 1) // world_size
+    check_not_empty(dataset)
+    first, last = share_of(global_batch_size, rank, world_size)
     step_bytes = (last - first) * (dataset.seq_len + 1) * 8
     steps = max(1, min(WINDOW_BLOCKS * ROW_GROUP // global_batch_size, CHUNK_BYTES // step_bytes, limit))
     share = Share(

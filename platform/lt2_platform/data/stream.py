@@ -155,15 +155,14 @@ class PackedDataset:
     ) -> Iterator[dict[str, np.ndarray]]:
         """This rank's share of every global batch from `position` (sequences consumed by all ranks), without end.
 
-        Rank r gets entries [G·r/W, G·(r+1)/W) of each batch of G. `prefetch` batches are read ahead by a thread
-        (0: none), which ends when the iterator is closed or collected.
+        `prefetch` batches are read ahead by a thread (0: none), which ends when the iterator is closed or collected.
         """
-        check_share(self, global_batch_size, world_size)
-        own = self._own_batches(position, global_batch_size, rank, world_size, seed)
+        check_not_empty(self)
+        first, last = share_of(global_batch_size, rank, world_size)
+        own = self._own_batches(position, global_batch_size, first, last, seed)
         return read_ahead(own, prefetch) if prefetch else own
 
-    def _own_batches(self, position: int, size: int, rank: int, world_size: int, seed: int) -> Iterator[dict]:
-        first, last = size * rank // world_size, size * (rank + 1) // world_size
+    def _own_batches(self, position: int, size: int, first: int, last: int, seed: int) -> Iterator[dict]:
         while True:
             yield self.batch(indices_at(seed, self.n_sequences, position + first, position + last))
             position += size
@@ -215,12 +214,20 @@ class PackedDataset:
                 raise self._damaged(index, "its sha256 is not the manifest's")
 
 
-def check_share(dataset: PackedDataset, global_batch_size: int, world_size: int) -> None:
-    """Raise ConfigError for a split without sequences, or more workers than sequences in a batch."""
+def check_not_empty(dataset: PackedDataset) -> None:
+    """Raise ConfigError for a split without sequences."""
     if not dataset.n_sequences:
         raise ConfigError(f"dataset {dataset.storage.root} has no {dataset.split} sequence; prepare more text")
+
+
+def share_of(global_batch_size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Which entries of every global batch are this rank's: [first, last) = [G·r/W, G·(r+1)/W).
+
+    Raises ConfigError for more workers than sequences in a batch.
+    """
     if world_size > global_batch_size:
         raise ConfigError(f"global_batch_size {global_batch_size} is smaller than {world_size} workers; raise it")
+    return global_batch_size * rank // world_size, global_batch_size * (rank + 1) // world_size
 
 
 def load_manifest(uri: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -144,7 +144,7 @@ def tokenize_unit(unit: Unit, job: Job) -> dict[str, Any]:
 def _tokenize(unit: Unit, job: Job, outputs: dict[str, IO[bytes]], bad: IO[bytes]) -> _Tally:
     tokenizer = load_tokenizer(job.tokenizer)
     tally = _Tally()
-    for batch in _batches(_documents(unit, job, tally, bad)):
+    for batch in in_batches(_documents(unit, job, tally, bad), BATCH_CHARACTERS):
         encoded = encode_documents(tokenizer, [document for _, _, _, document in batch])
         sides: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for (file, part, row, document), ids in zip(batch, encoded, strict=True):
@@ -203,12 +203,17 @@ def _documents(unit: Unit, job: Job, tally: _Tally, bad: IO[bytes]) -> Iterator[
             yield file, part, row, text
 
 
-def _batches(documents: Iterator[_Placed]) -> Iterator[list[_Placed]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(text_of(document[3]))
-        if size >= BATCH_CHARACTERS:
+Placed = TypeVar("Placed", bound=tuple[Any, ...])
+
+
+def in_batches(documents: Iterator[Placed], characters: int) -> Iterator[list[Placed]]:
+    """Lists of what ends in a document, each of `characters` or a little more; the last is what is left."""
+    batch: list[Placed] = []
+    size = 0
+    for placed in documents:
+        batch.append(placed)
+        size += len(text_of(placed[-1]))
+        if size >= characters:
             yield batch
             batch, size = [], 0
     if batch:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -102,10 +102,7 @@ def write(
         storage.write_json(f"{name}/{COMPLETE}", {"files": files})
         if validation_loss is not None:
             note_best(folder, name, validation_loss)
-        names = complete(folder)
-        stay = kept(names, Keep(keep) if isinstance(keep, int) else keep, (read_best(folder) or {}).get("checkpoint"))
-        for old in (name for name in names if name not in stay | pinned()):
-            delete(folder, old)
+        drop(folder, Keep(keep) if isinstance(keep, int) else keep, pinned())
 
     on_rank_zero(lambda: delete(folder, name), group)  # what a kill or a damaged file left under this name
     try:
@@ -117,6 +114,15 @@ def write(
             on_rank_zero(lambda: delete(folder, name), group)  # on a full disk the half of it is what is in the way
         raise
     return storage.join(name)
+
+
+def drop(folder: str, keep: Keep, pinned: Collection[str] = ()) -> None:
+    """Delete the complete checkpoints that neither `keep` nor `pinned` keeps."""
+    names = complete(folder)
+    stay = kept(names, keep, (read_best(folder) or {}).get("checkpoint")).union(pinned)
+    for name in names:
+        if name not in stay:
+            delete(folder, name)
 
 
 def all_names(folder: str) -> list[str]:

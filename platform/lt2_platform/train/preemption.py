@@ -26,13 +26,7 @@ def on_sigterm() -> Iterator[Callable[[], int]]:
         yield lambda: 0
         return
     came = threading.Event()
-    before = signal.getsignal(signal.SIGTERM)
-
-    def note(signum: int, frame: Any) -> None:
-        came.set()
-        signal.signal(signal.SIGTERM, before)
-
-    signal.signal(signal.SIGTERM, note)
+    before = _note_first(came)
     try:
         yield lambda: STOP if came.is_set() else 0
     finally:
@@ -53,13 +47,19 @@ def ray_sigterm() -> Callable[[], int]:
 
 
 def _note_sigterm(actor: Any) -> None:
+    _note_first(_terminated)
+
+
+def _note_first(came: threading.Event) -> Any:
+    """Have the first SIGTERM set `came`, and a second one do what it does now; the handler that is there now."""
     before = signal.getsignal(signal.SIGTERM)
 
     def note(signum: int, frame: Any) -> None:
-        _terminated.set()
-        signal.signal(signal.SIGTERM, before)  # a second one ends the process
+        came.set()
+        signal.signal(signal.SIGTERM, before)
 
     signal.signal(signal.SIGTERM, note)
+    return before
 
 
 def ray_notice() -> Callable[[], int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2.train_config import TrainConfig
 from lt2_platform.storage import Storage
 
 BEST = "BEST"
@@ -23,6 +24,10 @@ class Keep:
     last: int = 2
     every: int | None = None
     best: bool = True
+
+    @classmethod
+    def of_run(cls, config: TrainConfig) -> Keep:
+        return cls(config.keep_checkpoints, config.keep_every, config.keep_best)
 
     @classmethod
     def parse(cls, text: str) -> Keep:

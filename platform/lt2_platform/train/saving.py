@@ -150,7 +150,7 @@ class Saver:
             tokenizer=self.tokenizer,
             tokenizer_files=self.tokenizer_files | self.data_files(state),
             train=self.config.model_dump(mode="json"),
-            keep=Keep(self.config.keep_checkpoints, self.config.keep_every, self.config.keep_best),
+            keep=Keep.of_run(self.config),
             validation_loss=self.validation_losses().get(state.step),
             pinned=self.pinned,
             group=self.group,

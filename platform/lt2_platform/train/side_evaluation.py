@@ -20,7 +20,7 @@ from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint, evaluation_records
 from lt2_platform.train.config import TrainingEvaluation
-from lt2_platform.train.retention import Keep, kept, read_best
+from lt2_platform.train.retention import Keep
 from lt2_platform.train.worker import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -77,10 +77,7 @@ class SideEvaluations:
         for name in list(self.handles):
             self._take(name)
         folder = Storage(self.spec.out).join("checkpoints")
-        train, names = TrainConfig.model_validate(self.spec.train), checkpoint.complete(folder)
-        keep = Keep(train.keep_checkpoints, train.keep_every, train.keep_best)
-        for name in set(names) - kept(names, keep, (read_best(folder) or {}).get("checkpoint")):
-            checkpoint.delete(folder, name)
+        checkpoint.drop(folder, Keep.of_run(TrainConfig.model_validate(self.spec.train)))
 
     def start(self, name: str) -> Any:
         options = {"num_cpus": self.plan.cpus, "num_gpus": self.gpus, "name": f"evaluate {name}"}

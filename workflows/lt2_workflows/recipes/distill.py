@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lt2.config import ConfigError, ExitGate, ModelConfig, UniformLayout
+from lt2.distill.select import uniform_layers
 from lt2.mixer_configs import FullConfig
 from lt2.objective_configs import AlignConfig, DistillConfig
 from lt2.train_config import TrainConfig
@@ -12,15 +13,9 @@ from lt2_platform.data.source_configs import DclmConfig, OpenThoughtsConfig
 from lt2_platform.distill.run import NEW_MIXER
 from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
 from lt2_platform.train.config import PretrainModel
-from lt2_workflows.distill_steps import (
-    DistillStep,
-    ImportOuroStep,
-    ItemsStep,
-    RetentionStep,
-    SelectionRef,
-    SelectLayersStep,
-)
+from lt2_workflows.distill_steps import DistillStep, ImportOuroStep, SelectionRef, SelectLayersStep
 from lt2_workflows.graph import StepConfig, Workflow
+from lt2_workflows.retention_steps import ItemsStep, RetentionStep
 from lt2_workflows.steps import (
     CheckpointRef,
     DatasetRef,
@@ -121,11 +116,11 @@ def distill_small() -> Workflow:
     return Workflow("distill_small", steps | {"retention": retention(names, trained)})
 
 
-def retention(names: dict[str, str], stages: list[str]) -> RetentionStep:
+def retention(names: dict[str, str], stages: list[str], *, title: str = "Distillation") -> RetentionStep:
     """The report on evaluate-NAME of each of `names`, the teacher's first, by the label given there."""
     teacher, *students = names
     return RetentionStep(
-        title="Distillation",
+        title=title,
         teacher=EvaluationRef(step=f"evaluate-{teacher}"),
         students={names[name]: EvaluationRef(step=f"evaluate-{name}") for name in students},
         stages={names.get(name, name): CheckpointRef(step=name) for name in stages},
@@ -210,7 +205,7 @@ def distill_ouro_14b(data: str = "openthoughts") -> Workflow:
         ),
         "stage2-uniform": DistillStep(
             student=aligned,
-            kept=tuple(range(3, OURO_LAYERS, OURO_LAYERS // OURO_KEPT)),
+            kept=uniform_layers(OURO_LAYERS, OURO_KEPT),
             train=TrainConfig(objective=logits, steps=2289, checkpoint_every=200, **at_4k),
             **stage,
         ),

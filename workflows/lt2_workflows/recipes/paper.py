@@ -16,16 +16,17 @@ from lt2_platform.data.source_configs import OpenThoughtsConfig
 from lt2_platform.distill.run import NEW_MIXER
 from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
 from lt2_platform.train.config import PretrainModel
-from lt2_workflows.distill_steps import DistillStep, ItemsStep, RetentionStep, SelectionRef, SelectLayersStep
+from lt2_workflows.distill_steps import DistillStep, SelectionRef, SelectLayersStep
 from lt2_workflows.document_step import DocumentStep
 from lt2_workflows.graph import Ref, StepConfig, Workflow
+from lt2_workflows.recipes.distill import probes, retention, select
 from lt2_workflows.recipes.models import paper_model
 from lt2_workflows.recipes.pretrain import pretrain_13b
+from lt2_workflows.retention_steps import ItemsStep
 from lt2_workflows.steps import (
     CheckpointRef,
     DatasetRef,
     EvaluateStep,
-    EvaluationRef,
     PackRef,
     PrepareStep,
     PretrainStep,
@@ -63,7 +64,6 @@ def paper_end_to_end() -> Workflow:
     stage: dict[str, Any] = {"teacher": TEACHER, "data": DatasetRef(step="prepare"), "resources": gpus}
     short: dict[str, Any] = {"objective": AlignConfig(), "global_batch_size": 256, "micro_batch_size": 16, "lr": 1e-3}
     long: dict[str, Any] = {"objective": logits, "global_batch_size": 8, "micro_batch_size": 1, "min_lr_ratio": 1.0}
-    probes = [f"probe-{layer}" for layer in range(layers)]
     steps: dict[str, StepConfig] = {
         "prepare": prepare,
         "prepare-short": prepare.model_copy(update={"seq_len": 512}),
@@ -81,13 +81,8 @@ def paper_end_to_end() -> Workflow:
             train=TrainConfig(steps=763, warmup_steps=20, **train, **short),
             resources=gpus,
         ),
-        **{
-            name: DistillStep(student=ALIGNED, kept=(layer,), train=TrainConfig(steps=40, **at_4k), **stage)
-            for layer, name in enumerate(probes)
-        },
-        "select": SelectLayersStep(
-            method="kl", count=kept, n_layers=layers, probes=tuple(CheckpointRef(step=name) for name in probes)
-        ),
+        **probes(layers, student=ALIGNED, train=TrainConfig(steps=40, **at_4k), **stage),
+        "select": select(layers, kept),
         "distill": DistillStep(
             student=ALIGNED, kept=SelectionRef(step="select"), train=TrainConfig(steps=2289, **at_4k), **stage
         ),
@@ -156,21 +151,10 @@ def paper_end_to_end_small() -> Workflow:
 def finished(name: str, steps: dict[str, StepConfig], evaluation: dict[str, Any]):
     """The workflow with evaluations of teacher, stage 2 and stage 3, what they keep of the teacher, and the report."""
     models = {"pretrain": "Looped Transformer", "distill": "LT2-hybrid", "long-context": "LT2-hybrid, long context"}
-    evaluations = {run: f"evaluate-{run}" for run in models}
-    students = {models[run]: EvaluationRef(step=step) for run, step in evaluations.items() if run != "pretrain"}
+    compared = retention(models, ["align", "distill", "long-context"], title="From Looped Transformer to LT2-hybrid")
     return Workflow(
         name,
         steps
-        | {step: EvaluateStep(checkpoint=CheckpointRef(step=run), **evaluation) for run, step in evaluations.items()}
-        | {
-            "retention": RetentionStep(
-                title="From Looped Transformer to LT2-hybrid",
-                teacher=EvaluationRef(step=evaluations["pretrain"]),
-                students=students,
-                stages={
-                    models.get(run, run): CheckpointRef(step=run) for run in ("align", *models) if run != "pretrain"
-                },
-            ),
-            "report": DocumentStep(steps=(Ref(step="retention"),)),
-        },
+        | {f"evaluate-{run}": EvaluateStep(checkpoint=CheckpointRef(step=run), **evaluation) for run in models}
+        | {"retention": compared, "report": DocumentStep(steps=(Ref(step="retention"),))},
     )
