@@ -9,10 +9,9 @@ from lt2_dashboards.figures.dots import dots
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.store import evaluated, rows_of
 from lt2_dashboards.queries import Source
+from lt2_platform.distill.retention import is_score, retained
 
 STUDENTS = 6  # drawn by themselves, newest first
-LOWER_IS_BETTER = {"perplexity", "ppl"}
-NOT_SCORES = ("loss", "teacher_kl", "_tokens_per_s", "context_cut", "empty_", "continuation_too_long")
 
 
 def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = None) -> Figure:
@@ -33,7 +32,7 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     before = theirs.scores if theirs is not None else {}
     students = [by_run[run] for run in wanted if run in by_run and run != named]
     students = [run for run in students if set(run.scores) & set(before)][: None if runs is not None else STUDENTS]
-    tasks = [key for key in before if _is_score(key[1]) and any(key in run.scores for run in students)]
+    tasks = [key for key in before if is_score(key[1]) and any(key in run.scores for run in students)]
     shares = {run.run: [_share(key[1], before[key], run.scores.get(key)) for key in tasks] for run in students}
     labels = [task if task == metric else f"{task}, {metric}" for task, metric in tasks]
     option = dots(labels, {}, shares, unit="% of the teacher's score")
@@ -69,13 +68,7 @@ def _distances(source: Source) -> dict[str, dict[str, Any]]:
     return dict(rows_of(source.snapshot(), "e.name = 'distillation' AND e.metric = 'teacher_kl'"))
 
 
-def _is_score(metric: str) -> bool:
-    return not any(part in metric for part in NOT_SCORES)
-
-
 def _share(metric: str, teacher: float, student: float | None) -> float | None:
     """Percent; None where the student has no such score or the teacher has nothing to keep."""
-    if student is None:
-        return None
-    over, under = (teacher, student) if metric in LOWER_IS_BETTER else (student, teacher)
-    return 100 * over / under if under else None
+    kept = None if student is None else retained(metric, teacher, student)
+    return None if kept is None else 100 * kept

@@ -6,9 +6,9 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LOWER_IS_BETTER = {"perplexity"}
+LOWER_IS_BETTER = {"perplexity", "ppl"}
 LEFT_OUT = {"loss", "flops_per_token", "mean_loops"}
-NOT_SCORES = ("_tokens_per_s", "context_cut", "empty_", "continuation_too_long")
+NOT_SCORES = ("teacher_kl", "_tokens_per_s", "context_cut", "empty_", "continuation_too_long")
 
 
 def retention_rows(
@@ -24,11 +24,11 @@ def retention_rows(
     table = []
     for row in teacher:
         metric = str(row["metric"])
-        if metric in LEFT_OUT or any(part in metric for part in NOT_SCORES):
+        if not is_score(metric):
             continue
         value = float(row["value"])
         scores = {name: values[_key(row)] for name, values in found.items() if _key(row) in values}
-        kept = {name: {"value": score, "retention": _share(metric, value, score)} for name, score in scores.items()}
+        kept = {name: {"value": score, "retention": retained(metric, value, score)} for name, score in scores.items()}
         table.append({"task": row["task"], "metric": metric, "teacher": value, "students": kept})
     return table
 
@@ -37,7 +37,12 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["task"], row["metric"], row.get("n_loops"), row.get("early_exit")
 
 
-def _share(metric: str, teacher: float, student: float) -> float | None:
+def is_score(metric: str) -> bool:
+    return metric not in LEFT_OUT and not any(part in metric for part in NOT_SCORES)
+
+
+def retained(metric: str, teacher: float, student: float) -> float | None:
+    """The student's part of the teacher's score, turned round where lower is better; None where there is nothing."""
     first, second = (teacher, student) if metric in LOWER_IS_BETTER else (student, teacher)
     return first / second if second else None
 
