@@ -47,6 +47,19 @@ def test_build_verify_evaluate_and_compare(tmp_path):
     assert {row["p_value"] for row in compared} == {1.0}
 
 
+def test_a_model_from_elsewhere_gets_a_run_of_its_own_once(tmp_path):
+    pack, root = tmp_path / "pack", tmp_path / "storage"
+    lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", arc_easy=arc()).items()))
+    place = save(tmp_path / "elsewhere", model())
+    for depth in (1, 2):
+        lt2("eval", place, "--pack", pack, "--suite", "tasks=arc_easy", "--loops", depth, "--storage", root)
+    index = ResultsStore(Storage(str(root))).index()
+    (run,) = index.runs.values()
+    assert run.state == "finished"
+    assert run.config == {"evaluated": str(place)}
+    assert {name for name, _, _ in index.evals} == {run.run_id}
+
+
 def test_rulers_tasks_are_made_and_added(tmp_path):
     pack = tmp_path / "pack"
     options = ["--tokenizer", "byte", "--samples", "2", "--tasks", "ruler_vt,niah_single_1", "--lengths", "3000,4000"]

@@ -31,6 +31,7 @@ def diagnose(
     from lt2_platform.results import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.console import table
+    from lt2_workflows.provenance import run_of_outside
 
     root = Storage(storage)
     place, run = located(root, checkpoint)
@@ -41,7 +42,9 @@ def diagnose(
         out=root.join("evals", run, "diagnostics"),
     )
     rows = found.evaluations()["diagnostics"]
-    ResultsStore(root).log_eval(run, "diagnostics", rows)
+    store = ResultsStore(root)
+    run_of_outside(store, run, place)
+    store.log_eval(run, "diagnostics", rows)
     if json_:
         typer.echo(json.dumps(rows, indent=2))
         return

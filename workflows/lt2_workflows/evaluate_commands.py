@@ -164,6 +164,7 @@ def evaluate(
     from lt2_platform.storage import Storage
     from lt2_workflows.console import table
     from lt2_workflows.local_ray import join_ray, leave_ray
+    from lt2_workflows.provenance import run_of_outside
 
     root = Storage(storage)
     place, run = located(root, checkpoint)
@@ -184,8 +185,10 @@ def evaluate(
         found = evaluate_anything(place, [config], out=out, loops=depths, actors=actors, progress=say)
     finally:
         leave_ray()
+    store = ResultsStore(root)
+    run_of_outside(store, run, place)
     for name, rows in found.evaluations().items():
-        ResultsStore(root).log_eval(run, name, rows)
+        store.log_eval(run, name, rows)
     if json_:
         typer.echo(json.dumps(found.rows, indent=2))
         return

@@ -9,7 +9,10 @@ import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lt2_platform.results import ResultsStore
 
 PACKAGES = (
     "lt2",
@@ -38,6 +41,12 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
+
+
+def run_of_outside(store: ResultsStore, run: str, model: str) -> None:
+    """Give the results of a model that no run of this store made a run to belong to, unless there is one already."""
+    if not store.storage.exists(f"runs/{run}/run.json"):
+        store.create_run(run, {"config": {"evaluated": model}, **provenance()}).close()
 
 
 def drift(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

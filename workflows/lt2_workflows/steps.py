@@ -23,6 +23,7 @@ from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount, table
 from lt2_workflows.graph import Ref, Resources, StepConfig, step_type
 from lt2_workflows.local_ray import join_ray
+from lt2_workflows.provenance import run_of_outside
 
 
 class DatasetRef(Ref):
@@ -254,10 +255,10 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
         actors=actors,
         progress=context.progress,
     )
-    run = context.run_id
+    store, run = ResultsStore(context.storage), context.run_id
     if isinstance(config.checkpoint, Ref):
         run = context.workflow.steps[config.checkpoint.step].id
-    store = ResultsStore(context.storage)
+    run_of_outside(store, run, context.path(config.checkpoint))
     for name, rows in found.evaluations().items():
         store.log_eval(run, name, rows)
     return {
