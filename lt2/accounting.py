@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lt2.cache import cache_dtype
-from lt2.config import ConfigError, ModelConfig
+from lt2.config import ConfigError, MixerConfig, ModelConfig
 from lt2.layout import layout
 from lt2.mixers.shared import SharedRows
 from lt2.model import LoopedLM
@@ -43,20 +43,36 @@ def forward_flops(config: ModelConfig, seq_len: int, *, n_loops: int | None = No
 
     Each (loop, layer) counts the weights of the mixer that runs there.
     """
-    loops = n_loops or config.n_loops
+    used = mixer_flops(config, seq_len, n_loops=n_loops)
+    with torch.device("meta"):
+        ffns = [sum(p.numel() for p in block.ffn.parameters()) for block in LoopedLM(config).blocks]  # type: ignore
+    return head_flops(config) + sum(sum(row) for row in used) + len(used) * 2.0 * sum(ffns)
+
+
+def head_flops(config: ModelConfig) -> float:
+    """Forward FLOPs per token of the head."""
+    return 2.0 * config.vocab_size * config.dim
+
+
+def mixer_flops(config: ModelConfig, seq_len: int, *, n_loops: int | None = None) -> list[list[float]]:
+    """Forward FLOPs per token of the mixer at every [loop][layer], projections included."""
     schedule = layout(config)
     with torch.device("meta"):
         blocks = LoopedLM(config).blocks
-    total = 2.0 * config.vocab_size * config.dim
-    for loop in range(loops):
-        for layer, spec in enumerate(schedule[min(loop, len(schedule) - 1)]):
-            block: Any = blocks[layer]
-            mixer = block.mixers[spec.weights]
-            used = [p.numel() for p in mixer.parameters() if p.dim() > 1]
-            used += [m.numel for m in mixer.modules() if isinstance(m, SharedRows)]
-            used += [p.numel() for p in block.ffn.parameters()]
-            total += 2.0 * sum(used) + spec.sequence_flops(config.dims, seq_len)
-    return total
+    return [
+        [
+            _mixer_flops(blocks[layer], spec, config, seq_len)
+            for layer, spec in enumerate(schedule[min(loop, len(schedule) - 1)])
+        ]
+        for loop in range(n_loops or config.n_loops)
+    ]
+
+
+def _mixer_flops(block: Any, spec: MixerConfig, config: ModelConfig, seq_len: int) -> float:
+    mixer = block.mixers[spec.weights]
+    used = [p.numel() for p in mixer.parameters() if p.dim() > 1]
+    used += [m.numel for m in mixer.modules() if isinstance(m, SharedRows)]
+    return 2.0 * sum(used) + spec.sequence_flops(config.dims, seq_len)
 
 
 def training_flops(config: ModelConfig, seq_len: int) -> float:

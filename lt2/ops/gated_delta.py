@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lt2.ops import chunking, decay, dispatch, fla_kernels, outline, scan
 from lt2.ops.checks import check_sequence, check_step
@@ -100,14 +101,30 @@ def _chunkwise(
     q = q * scale
 
     # Within a chunk the values actually written are u - w S, where (I + β·tril(k kᵀ ∘ decay, -1)) [u | w] = β·[v |
-    # k·decay]. One small inverse serves u and w, with β folded into its columns. `unitriangular` makes the solve
-    # ignore the diagonal.
+    # k·decay]. One small inverse serves u and w, with β folded into its columns.
     interaction, scores = decay.decayed_scores([k, q], k, gates, edges)
-    identity = torch.eye(chunk, dtype=dtype, device=v.device).expand_as(interaction)
-    inverse = torch.linalg.solve_triangular(interaction * beta, identity, upper=False, unitriangular=True)
-    inverse = inverse * beta.transpose(-1, -2)
+    inverse = _UnitLowerInverse.apply(interaction * beta) * beta.transpose(-1, -2)
     u, w = inverse @ v_chunks, inverse @ (k * gates.into)
 
     written, states, state = scan.delta_scan(u, w, k * gates.out, gates.through, state)
     o = chunking.outputs(q * gates.into, states, scores, written)
     return chunking.from_chunks(o, batch, length).to(v.dtype), state.view(batch, heads, *state.shape[1:])
+
+
+class _UnitLowerInverse(torch.autograd.Function):
+    """(I + tril(a, -1))^-1 of (..., C, C). As a function of its own because the inverse is all that its gradient needs,
+    where a solve's would solve again."""
+
+    @staticmethod
+    def forward(ctx, a):
+        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+        inverse = torch.linalg.solve_triangular(a, identity, upper=False, unitriangular=True)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        transposed = inverse.transpose(-1, -2)
+        return (transposed @ grad @ transposed).tril_(-1).neg_()

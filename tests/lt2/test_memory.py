@@ -1,14 +1,16 @@
 """Planned memory against what the allocator counts in whole training steps, for mixers, depths and policies."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lt2 import parallel
 from lt2.config import ModelConfig
-from lt2.loss import next_token_objective
 from lt2.memory import OUTSIDE, LiveStorages, keeps_gathered, plan_memory
 from lt2.model import build
 from lt2.optim import adamw
@@ -33,6 +35,7 @@ def train_config(**fields):
 
 def allocated_peak(run):
     """The most bytes that torch's allocator held during run(), above what it held before."""
+    gc.collect()  # what goes later must not be counted as freed by run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     now = peak = 0
@@ -43,28 +46,41 @@ def allocated_peak(run):
     return peak
 
 
-def measured(config, settings):
-    """Weights, moments and the allocator's peak in a step of the loop, on this rank."""
+def measured(config, settings, teacher=None, topk=None):
+    """Weights and the allocator's peak in two steps of the loop, on this rank; the second has AdamW's moments."""
     model = build(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(settings.objective.lr_scale(name, config) > 0)
     parallel.wrap_blocks(model, recompute=settings.recompute)
     mesh, sharding, ranks = parallel.data_mesh("cpu"), None, 1
+    dtype = autocast_dtype(settings.precision, torch.device("cpu"))
+    asked = None if teacher is None else build(teacher).eval().requires_grad_(False)
+    if asked is not None and dtype is not None:
+        parallel.cast_weights(asked, dtype)
     if mesh is not None:
-        dtype = autocast_dtype(settings.precision, torch.device("cpu"))
         sharding = parallel.shard(model, mesh, param_dtype=dtype, keep=settings.keep_gathered)
         ranks = dist.get_world_size()
+        if asked is not None:
+            parallel.shard(asked, mesh, param_dtype=dtype, keep=settings.keep_gathered)
     optimizer = adamw(model, lr=1e-4)
     generator = torch.Generator().manual_seed(0)
     shape = (settings.global_batch_size // ranks, L + 1)
-    tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
-    state, data = TrainState(), iter(lambda: Batch(tokens), None)
+    batch = Batch(torch.randint(0, config.vocab_size, shape, generator=generator))
+    if topk is not None:
+        stored = (shape[0], L, config.n_loops, topk)
+        batch.topk_logits, batch.topk_ids = torch.zeros(stored).half(), torch.zeros(stored, dtype=torch.int32)
+    objective = settings.objective.build(settings, asked)
+    limited = settings.model_copy(update={"steps": 2})
+    held = sum(_local_bytes(p) for each in (model, asked) if each is not None for p in each.parameters())
+    held += sum(t.nbytes for t in (batch.topk_logits, batch.topk_ids) if t is not None)
+    data = iter(lambda: batch, None)
+    return held + allocated_peak(
+        lambda: train(model, objective, data, optimizer, lambda s: 1e-4, limited, TrainState(), sharding=sharding)
+    )
 
-    def until(step):
-        limited = settings.model_copy(update={"steps": step})
-        train(model, next_token_objective(), data, optimizer, lambda s: 1e-4, limited, state, sharding=sharding)
 
-    until(1)  # moments are there from now on
-    held = 3 * sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
-    return held + allocated_peak(lambda: until(2))
+def _local_bytes(parameter):
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
 
 
 CASES = {
@@ -122,6 +138,59 @@ def test_the_plan_of_sharded_steps_is_within_a_tenth_too(name):
     config, settings = model_config(n_loops=3), train_config(**RANK_CASES[name])
     plan = plan_memory(config, settings, L, workers=2, device_type="cpu")
     assert plan.total == pytest.approx(measured(config, settings), rel=0.1)
+
+
+WHOLE = {"layout": {"type": "uniform", "mixer": {"type": "full"}}, "n_loops": 3}
+OURO = {"norm_each_loop": True, "sandwich_norm": True, "loop_residual": False}
+BOTH = {"layout": {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [1], "both": True}}
+STAGES = {
+    "align": ({}, {"objective": {"type": "align"}}, "none"),
+    "align, blocks": (OURO, {"objective": {"type": "align"}, "activation_checkpoint": True}, "none"),
+    "distill": ({}, {}, "teacher"),
+    "distill, as Ouro": (OURO, {"activation_checkpoint": True, "micro_batch_size": 2}, "teacher"),
+    "distill, loops, bf16": ({}, {"activation_checkpoint": "loop", "precision": "bf16"}, "teacher"),
+    "distill, final loop, all logits": (
+        {"vocab_size": 8_000},
+        {"objective": {"type": "distill", "supervision": "final", "k": None}, "activation_checkpoint": True},
+        "teacher",
+    ),
+    "distill, the rest frozen": (
+        {"vocab_size": 8_000},
+        {
+            "objective": {"type": "distill", "supervision": "uniform", "rest_lr_scale": 0.0},
+            "activation_checkpoint": True,
+        },
+        "teacher",
+    ),
+    "distill, stored top-k": ({}, {"activation_checkpoint": True}, "stored"),
+}
+
+
+def stage(name):
+    """(student's config, settings, teacher's config or None, k of its stored top-k or None)"""
+    model, settings, given = STAGES[name]
+    settings = train_config(**({"objective": {"type": "distill", "k": 16, "supervision": "uniform"}} | settings))
+    teacher = model_config(**(WHOLE | model))
+    both = settings.objective.type == "align"
+    kept = {**BOTH["layout"], "both": both}
+    student = model_config(**(WHOLE | model | {"layout": kept}))
+    return student, settings, teacher if given == "teacher" else None, 16 if given == "stored" else None
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_plan_of_a_distillation_is_within_a_tenth_too(name):
+    student, settings, teacher, topk = stage(name)
+    plan = plan_memory(student, settings, L, device_type="cpu", teacher=teacher)
+    assert plan.total == pytest.approx(measured(student, settings, teacher, topk), rel=0.1)
+
+
+@pytest.mark.usefixtures("one_of_two_ranks")
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_plan_of_a_sharded_distillation_is_within_a_tenth_too(keep):
+    student, settings, teacher, _ = stage("distill, as Ouro")
+    settings = settings.model_copy(update={"keep_gathered": keep, "micro_batch_size": None})
+    plan = plan_memory(student, settings, L, workers=2, device_type="cpu", teacher=teacher)
+    assert plan.total == pytest.approx(measured(student, settings, teacher), rel=0.1)
 
 
 def test_every_policy_needs_less_than_the_one_before_measured_and_planned():

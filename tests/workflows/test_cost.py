@@ -5,11 +5,11 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from lt2.accounting import find_card, forward_flops, training_flops
-from lt2.config import ConfigError, ModelConfig
+from lt2.accounting import find_card, forward_flops, mixer_flops, training_flops
+from lt2.config import ConfigError, KeptLayout, ModelConfig
 from lt2.train_config import TrainConfig
 from lt2_workflows.cli import app
-from lt2_workflows.cost import Hardware, describe_cost, flops_per_token
+from lt2_workflows.cost import Hardware, Training, describe_cost, flops_per_token
 
 LAYOUT = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
 MODEL = {"vocab_size": 32_000, "dim": 1024, "n_layers": 4, "n_loops": 4, "num_heads": 8, "layout": LAYOUT}
@@ -20,7 +20,7 @@ L = 2048
 def described(model=None, train=None, **hardware):
     config = ModelConfig.model_validate(MODEL | (model or {}))
     settings = TrainConfig.model_validate(TRAIN | (train or {}))
-    return describe_cost(config, settings, L, Hardware(**{"card": "h100", "count": 8} | hardware))
+    return describe_cost(Training(config, settings, L), Hardware(**{"card": "h100", "count": 8} | hardware))
 
 
 def test_the_tables_add_up():
@@ -38,14 +38,15 @@ def test_the_tables_add_up():
 
 def test_hours_follow_from_flops_cards_and_utilisation():
     config = ModelConfig.model_validate(MODEL)
-    tokens, flops = 1000 * 64 * L, flops_per_token(config, L, "block")
+    run = Training(config, TrainConfig.model_validate(TRAIN), L)
+    tokens, flops = 1000 * 64 * L, flops_per_token(run, "block")
     hours = tokens * flops / (8 * 989e12 * 0.5) / 3600
-    assert re.search(rf"block \(this run\).* {hours:.1f}$", described(utilisation=0.5), re.MULTILINE)
+    assert re.search(rf"block \(this run\).* {hours:.2f}$", described(utilisation=0.5), re.MULTILINE)
     blocks = forward_flops(config, L) - 2 * config.vocab_size * config.dim
-    assert flops_per_token(config, L, "none") == training_flops(config, L)
+    assert flops_per_token(run, "none") == training_flops(config, L)
     assert flops - training_flops(config, L) == pytest.approx(blocks)
-    assert training_flops(config, L) < flops_per_token(config, L, "selective") < flops
-    assert flops_per_token(config, L, "loop") - training_flops(config, L) == pytest.approx(2 * blocks)
+    assert training_flops(config, L) < flops_per_token(run, "selective") < flops
+    assert flops_per_token(run, "loop") - training_flops(config, L) == pytest.approx(2 * blocks)
 
 
 def test_what_does_not_fit_names_what_would():
@@ -81,3 +82,42 @@ def test_lt2_plan_prints_the_cost_of_a_recipe_on_a_card(tmp_path):
     assert "pretrain on 1 x L4 of 24 GB" in done.output
     assert "hours" in done.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stage_of_distillation_costs_its_teacher_too():
+    teacher = ModelConfig.model_validate(MODEL | {"layout": {"type": "uniform", "mixer": {"type": "full"}}})
+    kept = {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [3]}
+    student = teacher.model_copy(update={"layout": KeptLayout.model_validate(kept)})
+    both = teacher.model_copy(update={"layout": KeptLayout.model_validate(kept | {"both": True})})
+    head, T = 2 * teacher.vocab_size * teacher.dim, teacher.n_loops
+
+    def run(model, asked=None, **objective):
+        return Training(model, TrainConfig.model_validate(TRAIN | {"objective": objective}), L, asked)
+
+    second = run(student, teacher, type="distill", supervision="uniform")
+    assert flops_per_token(second, "none") == pytest.approx(
+        3 * forward_flops(student, L) + forward_flops(teacher, L) + 4 * (T - 1) * head
+    )
+    final = run(student, teacher, type="distill", supervision="final")
+    assert flops_per_token(final, "none") == pytest.approx(3 * forward_flops(student, L) + forward_flops(teacher, L))
+    stored = run(student, type="distill", supervision="final")
+    assert flops_per_token(stored, "none") == pytest.approx(training_flops(student, L))
+    # Everything of the teacher but its head forward, and three new mixers of four forward and backward.
+    mixers = sum(sum(row[:3]) for row in mixer_flops(student, L))
+    first = run(both, type="align")
+    assert flops_per_token(first, "none") == pytest.approx(forward_flops(teacher, L) - head + 3 * mixers)
+    texts = [describe_cost(each, Hardware("h100", 8)) for each in (second, stored)]
+    assert ["the teacher's weights" in text for text in texts] == [True, False]
+
+
+def test_stages_are_planned_where_their_teacher_is_known(tmp_path):
+    options = ["--storage", str(tmp_path), "--card", "h100", "--count", "1"]
+    done = CliRunner().invoke(app, ["plan", "distill_small", *options])
+    assert done.exit_code == 0, done.output
+    for name in ("teacher", "align", r"stage2[\w-]*", "stage3"):
+        assert re.search(rf"^{name} on 1 x H100", done.output, re.MULTILINE)
+    assert re.search(r"^probe-3: as stage2[\w-]*$", done.output, re.MULTILINE)
+    unknown = ["plan", "distill_small", *options, "--set", f"align.teacher={tmp_path}/later"]
+    done = CliRunner().invoke(app, unknown)
+    assert done.exit_code == 0, done.output
+    assert f"\nalign: not known before the teacher, {tmp_path}/later, is there" in done.output

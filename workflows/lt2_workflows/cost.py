@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
-from lt2.accounting import CARD_BYTES, PEAK_FLOPS, find_card, forward_flops
-from lt2.config import ConfigError, ModelConfig
+from lt2.accounting import CARD_BYTES, PEAK_FLOPS, find_card, forward_flops, head_flops, mixer_flops
+from lt2.config import ConfigError, KeptLayout, ModelConfig, UniformLayout
 from lt2.layout import layout
 from lt2.memory import OUTSIDE, Memory, keeps_gathered, plan_memory
+from lt2.objective_configs import AlignConfig, DistillConfig
 from lt2.train_config import Recompute, TrainConfig
 from lt2_workflows.console import table
 
 GB = 1e9
 PURPOSES = {
     "parameters": "weights, fp32",
+    "teacher": "the teacher's weights",
     "optimizer": "AdamW's moments, fp32",
     "gradients": "gradients",
     "gathered": "gathered weights",
     "activations": "activations",
     "workspace": "workspace",
 }
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run before it starts. teacher: whom a stage of distillation asks."""
+
+    model: ModelConfig
+    train: TrainConfig
+    seq_len: int
+    teacher: ModelConfig | None = None
+
+    def memory(self, *, workers: int, **changes: Any) -> Memory:
+        """Its plan, with other settings of `train` where asked."""
+        train = self.train.model_copy(update=changes)
+        return plan_memory(self.model, train, self.seq_len, workers=workers, teacher=self.teacher)
 
 
 @dataclass(frozen=True)
@@ -32,112 +49,121 @@ class Hardware:
     utilisation: float = 0.4
 
 
-def describe_cost(config: ModelConfig, train: TrainConfig, seq_len: int, hardware: Hardware) -> str:
+def describe_cost(run: Training, hardware: Hardware) -> str:
     """Tables for a terminal. Raises ConfigError for an unknown card and a batch that `count` does not divide."""
-    card, count = find_card(hardware.card), hardware.count
+    card, count, train = find_card(hardware.card), hardware.count, run.train
     if train.global_batch_size % count:
         raise ConfigError(f"train.global_batch_size {train.global_batch_size} is not divisible by {count} cards")
     rows = train.global_batch_size // count
     micro = min(train.micro_batch_size or rows, rows)
     size, cards = CARD_BYTES[card], f"{count} x {card}"
-    keep = keeps_gathered(config, train, seq_len, workers=count, card_bytes=size)
-    train = train.model_copy(update={"keep_gathered": keep})
+    keep = keeps_gathered(run.model, train, run.seq_len, workers=count, card_bytes=size, teacher=run.teacher)
+    run = replace(run, train=train.model_copy(update={"keep_gathered": keep}))
     plans: dict[Recompute, Memory] = {
-        name: plan_memory(config, _recomputing(train, name), seq_len, workers=count)
-        for name in _policies(config, train)
+        name: run.memory(workers=count, activation_checkpoint=_setting(name)) for name in _policies(run)
     }
     chosen = plans[train.recompute]
     lines = [
-        f"{cards} of {size / GB:.0f} GB: {rows} sequences of {seq_len:,} tokens each per step, {micro} at a time"
+        f"{cards} of {size / GB:.0f} GB: {rows} sequences of {run.seq_len:,} tokens each per step, {micro} at a time"
         + (f", gathered weights {'kept' if keep else 'freed after each use'}" if count > 1 else ""),
         "",
         _by_purpose(chosen, size),
         "",
-        _by_policy(plans, config, train, seq_len, hardware, card),
+        _by_policy(plans, run, hardware, card),
         "",
         f"time assumes {hardware.utilisation:.0%} of {PEAK_FLOPS[card] / 1e12:.0f} TFLOP/s per card (--utilisation), "
         f"without interruptions; memory without documents' masks, fusion by the compiler, and fragmentation",
     ]
     if chosen.total + OUTSIDE > size:
-        lines += ["", _advice(plans, config, train, seq_len, count, micro, size)]
+        lines += ["", _advice(plans, run, count, micro, size)]
     return "\n".join(lines)
 
 
-def _policies(config: ModelConfig, train: TrainConfig) -> list[Recompute]:
-    excluded = {"selective"} if train.compile else set()
-    excluded |= {"loop"} if config.halting is not None else set()
+def _policies(run: Training) -> list[Recompute]:
+    excluded = {"selective"} if run.train.compile else set()
+    excluded |= {"loop"} if run.model.halting is not None else set()
     # "selective" sees nothing of compiled blocks; loops of a model that halts cannot be run again.
     return [name for name in get_args(Recompute) if name not in excluded]
 
 
-def _recomputing(train: TrainConfig, name: Recompute) -> TrainConfig:
-    value = {"none": False, "block": True}.get(name, name)
-    return train.model_copy(update={"activation_checkpoint": value})
+def _setting(name: Recompute) -> bool | Recompute:
+    return {"none": False, "block": True}.get(name, name)
 
 
 def _by_purpose(memory: Memory, size: float) -> str:
-    rows = [{"memory per card": label, "GB": getattr(memory, name) / GB} for name, label in PURPOSES.items()]
+    found = {label: getattr(memory, name) for name, label in PURPOSES.items() if name != "teacher" or memory.teacher}
+    rows = [{"memory per card": label, "GB": size / GB} for label, size in found.items()]
     rows.append({"memory per card": "outside torch (assumed)", "GB": OUTSIDE / GB})
     total = memory.total + OUTSIDE
     rows.append({"memory per card": f"at the peak, {total / size:.0%} of the card", "GB": total / GB})
     return table([row | {"GB": f"{row['GB']:.2f}"} for row in rows], ["memory per card", "GB"])
 
 
-def _by_policy(
-    plans: dict[Recompute, Memory], config: ModelConfig, train: TrainConfig, seq_len: int, hardware: Hardware, card: str
-) -> str:
+def _by_policy(plans: dict[Recompute, Memory], run: Training, hardware: Hardware, card: str) -> str:
     rows = []
     for name, memory in plans.items():
-        flops = flops_per_token(config, seq_len, name)
+        flops = flops_per_token(run, name)
         speed = hardware.count * PEAK_FLOPS[card] * hardware.utilisation / flops
-        tokens = train.steps * train.global_batch_size * seq_len
+        tokens = run.train.steps * run.train.global_batch_size * run.seq_len
         rows.append(
             {
-                "recomputation": name + (" (this run)" if name == train.recompute else ""),
+                "recomputation": name + (" (this run)" if name == run.train.recompute else ""),
                 "GB per card": f"{(memory.total + OUTSIDE) / GB:.2f}",
                 "fits": "yes" if memory.total + OUTSIDE <= CARD_BYTES[card] else "NO",
                 "FLOPs per token": f"{flops:.3g}",
                 "tokens/s": f"{speed:,.0f}",
-                "hours": f"{tokens / speed / 3600:,.1f}",
+                "hours": f"{tokens / speed / 3600:,.2f}",
             }
         )
     return table(rows, list(rows[0]))
 
 
-def flops_per_token(config: ModelConfig, seq_len: int, recompute: Recompute) -> float:
-    """FLOPs a card spends per token of training: forward, backward (twice that), and what is computed again."""
-    forward = forward_flops(config, seq_len)
-    blocks = forward - 2.0 * config.vocab_size * config.dim
+def flops_per_token(run: Training, recompute: Recompute) -> float:
+    """FLOPs a card spends per token: forward, backward (twice that), what is computed again, and a teacher's forward.
+
+    In stage 1 of a distillation everything runs forward and only the new mixers backward. Later stages have a head
+    after every loop that counts: the mean over the run's steps.
+    """
+    config, seq_len, head = run.model, run.seq_len, head_flops(run.model)
+    blocks = forward_flops(config, seq_len) - head
     recurrences = sum(
         spec.sequence_flops(config.dims, seq_len)
         for row in layout(config)
         for spec in row
         if spec.type not in ("full", "window", "mla")
     )
-    again = {"none": 0.0, "selective": recurrences, "block": blocks, "loop": 2 * blocks}[recompute]
-    return 3 * forward + again
+    objective = run.train.objective
+    if isinstance(objective, AlignConfig):
+        assert isinstance(config.layout, KeptLayout)
+        mixers = mixer_flops(config, seq_len)
+        new = sum(flops for row in mixers for layer, flops in enumerate(row) if layer not in config.layout.kept)
+        teacher = config.model_copy(update={"layout": UniformLayout(mixer=config.layout.attention)})
+        blocks = forward_flops(teacher, seq_len) - head + new
+        total = blocks + 2 * new
+    elif isinstance(objective, DistillConfig):
+        share = {"final": 0.0, "uniform": 1.0, "scheduled": objective.until}[objective.supervision]
+        heads = 1 + share * (config.n_loops - 1)
+        total = 3 * (blocks + heads * head)
+        if run.teacher is not None:
+            total += forward_flops(run.teacher, seq_len) + (heads - 1) * head
+    else:
+        total = 3 * (blocks + head)
+    return total + {"none": 0.0, "selective": recurrences, "block": blocks, "loop": 2 * blocks}[recompute]
 
 
-def _advice(
-    plans: dict[Recompute, Memory],
-    config: ModelConfig,
-    train: TrainConfig,
-    seq_len: int,
-    count: int,
-    micro: int,
-    size: float,
-) -> str:
+def _advice(plans: dict[Recompute, Memory], run: Training, count: int, micro: int, size: float) -> str:
     """What would make it fit: the cheapest other policy, else a smaller micro-batch with the thriftiest one."""
     fits = next((name for name, memory in plans.items() if memory.total + OUTSIDE <= size), None)
     if fits is not None:
-        return f"DOES NOT FIT with recomputation {train.recompute!r}; it does with train.activation_checkpoint={fits}"
-    thrifty = _recomputing(train, list(plans)[-1])
+        return (
+            f"DOES NOT FIT with recomputation {run.train.recompute!r}; it does with train.activation_checkpoint={fits}"
+        )
+    thrifty = list(plans)[-1]
     while micro > 1:
         micro //= 2
-        smaller = thrifty.model_copy(update={"micro_batch_size": micro})
-        if plan_memory(config, smaller, seq_len, workers=count).total + OUTSIDE <= size:
+        smaller = run.memory(workers=count, activation_checkpoint=_setting(thrifty), micro_batch_size=micro)
+        if smaller.total + OUTSIDE <= size:
             return (
-                f"DOES NOT FIT; it does with train.activation_checkpoint={thrifty.recompute} and "
-                f"train.micro_batch_size={micro}"
+                f"DOES NOT FIT; it does with train.activation_checkpoint={thrifty} and train.micro_batch_size={micro}"
             )
     return "DOES NOT FIT on these cards with any recomputation, even one sequence at a time; use more or larger cards"

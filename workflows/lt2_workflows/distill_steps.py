@@ -124,31 +124,46 @@ class DistillStep(StepConfig):
 
 def describe_distill(config: DistillStep, context: StepContext) -> str:
     """Objective, tokens and, where the teacher's config is known before it runs, parameters and FLOPs."""
-    from lt2.accounting import summarize
+    from lt2.accounting import parameters
+    from lt2_workflows.cost import flops_per_token
+    from lt2_workflows.plan import planned_training
 
     train = config.train
-    teacher = planned_teacher(config.teacher, context)
     seq_len = dataset_facts(config.data, context, vocab_size=1)["seq_len"]
     tokens = train.steps * train.global_batch_size * seq_len
     parts = [f"{train.objective.type}, {train.steps:,} steps, {amount(tokens)} tokens in rows of {seq_len:,}"]
-    mixer, kept = planned_student(config, context)
-    chosen = isinstance(kept, SelectionRef)
-    where = f"the choice of {kept.step}" if chosen else list(kept) or "no layer"
+    _, kept = planned_student(config, context)
+    where = f"the choice of {kept.step}" if isinstance(kept, SelectionRef) else list(kept) or "no layer"
     parts.append(f"attention kept in {where}")
-    if teacher is not None:
-        source = context.workflow.configs[kept.step] if chosen else None
-        count = source.count if isinstance(source, SelectLayersStep) else 0
-        layers = uniform_layers(teacher.n_layers, count) if chosen else kept  # which they are hardly matters here
-        run = DistillRun(mixer=mixer, kept=layers, train=train)
-        cost = summarize(stage_config(run, teacher, None).model, seq_len)
-        flops = tokens * cost["training_flops_per_token"]
-        parts.append(f"{amount(cost['parameters']['total'])} parameters, {amount(flops)} FLOPs for the student alone")
+    run = planned_training(config, context)
+    if not isinstance(run, str | None):
+        flops = amount(tokens * flops_per_token(run, "none"))
+        parts.append(f"{amount(parameters(run.model).total)} parameters, {flops} FLOPs with the teacher's")
     return "; ".join(parts)
 
 
+def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfig, ModelConfig] | None:
+    """(student, teacher) of a stage before anything has run; None where nothing tells the teacher's config yet."""
+    teacher = planned_teacher(config.teacher, context)
+    if teacher is None:
+        return None
+    mixer, kept = planned_student(config, context)
+    if isinstance(kept, SelectionRef):  # which layers they are hardly matters here
+        source = context.workflow.configs[kept.step]
+        kept = uniform_layers(teacher.n_layers, source.count if isinstance(source, SelectLayersStep) else 0)
+    return stage_config(DistillRun(mixer=mixer, kept=kept, train=config.train), teacher, None).model, teacher
+
+
 def planned_teacher(teacher: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
-    """The teacher's config as far as the workflow, or the Ouro folder it imports, tells it before anything has run."""
-    source = context.workflow.configs[teacher.step] if isinstance(teacher, Ref) else None
+    """The teacher's config: of a checkpoint, or as far as the workflow or the Ouro folder it imports tells it."""
+    if isinstance(teacher, str):
+        from lt2_platform.train.checkpoint import CheckpointError, read_info, resolve
+
+        try:
+            return read_info(resolve(teacher)).model
+        except CheckpointError:  # a plan may be made before its inputs are
+            return None
+    source = context.workflow.configs[teacher.step]
     if isinstance(source, ImportOuroStep):
         return source.model
     return planned_model(source, context)[0] if isinstance(source, PretrainStep) else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lt2_workflows.attempt import StepContext
-from lt2_workflows.graph import STEP_TYPES, Workflow
+from lt2_workflows.graph import STEP_TYPES, StepConfig, Workflow
 from lt2_workflows.records import step_state
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
+    from lt2_workflows.cost import Training
 
 
 def describe_plan(workflow: Workflow, storage: Storage) -> str:
@@ -36,15 +37,39 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
 def describe_costs(
     workflow: Workflow, storage: Storage, *, card: str, count: int | None = None, utilisation: float = 0.4
 ) -> str:
-    """Memory and time of every pretrain step on `count` cards (None: its workers); see `cost.describe_cost`."""
+    """Memory and time of every step that trains on `count` cards (None: its workers); see `cost.describe_cost`."""
     from lt2_workflows.cost import Hardware, describe_cost
-    from lt2_workflows.steps import PretrainStep, planned_model
 
-    parts = []
+    lines: list[str] = []
+    known: dict[str, str] = {}
     for name, step in workflow.steps.items():
-        if not isinstance(step.config, PretrainStep):
+        run = planned_training(step.config, StepContext(storage, workflow, step, lambda values: None))
+        if run is None:
             continue
-        model, seq_len = planned_model(step.config, StepContext(storage, workflow, step, lambda values: None))
-        hardware = Hardware(card, count or step.config.resources.num_workers, utilisation)
-        parts.append(f"\n{name} on {describe_cost(model, step.config.train, seq_len, hardware)}")
-    return "\n".join(parts) or f"{workflow.id} trains nothing"
+        if isinstance(run, str):
+            lines.append(f"\n{name}: {run}")
+            continue
+        text = describe_cost(run, Hardware(card, count or step.config.resources.num_workers, utilisation))
+        same = known.setdefault(text, name)
+        lines.append(f"\n{name} on {text}\n" if same == name else f"{name}: as {same}")
+    return "\n".join(lines) or f"{workflow.id} trains nothing"
+
+
+def planned_training(config: StepConfig, context: StepContext) -> Training | str | None:
+    """What a step trains; why that is not known yet; None: it trains nothing."""
+    from lt2_workflows.cost import Training
+    from lt2_workflows.distill_steps import DistillStep, planned_stage
+    from lt2_workflows.steps import PretrainStep, dataset_facts, planned_model
+
+    if isinstance(config, PretrainStep):
+        model, seq_len = planned_model(config, context)
+        return Training(model, config.train, seq_len)
+    if not isinstance(config, DistillStep):
+        return None
+    models = planned_stage(config, context)
+    if models is None:
+        where = config.teacher if isinstance(config.teacher, str) else config.teacher.step
+        return f"not known before the teacher, {where}, is there"
+    asks = config.train.objective.needs_teacher and config.topk is None
+    seq_len = dataset_facts(config.data, context, vocab_size=1)["seq_len"]
+    return Training(models[0], config.train, seq_len, models[1] if asks else None)

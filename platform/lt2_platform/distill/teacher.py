@@ -20,11 +20,11 @@ from lt2_platform.storage import Storage, absolute
 from lt2_platform.train import checkpoint
 
 
-def load_teacher(place: str, train: TrainConfig, device: torch.device) -> LoopedLM:
+def load_teacher(place: str, train: TrainConfig, device: torch.device, *, keep: bool = True) -> LoopedLM:
     """The newest checkpoint of `place`, frozen, for one rank of a training run: it runs every loop for every token.
 
     In bf16 where training runs in it, else in fp32. Sharded like the student where there are several ranks; with
-    `train.keep_gathered` each block is gathered once for the whole run, since a teacher's weights never change.
+    `keep` each block is gathered once for the whole run, since a teacher's weights never change.
     """
     model, config, _ = checkpoint.load_model(place)
     model = model.at_depth(config.n_loops, halting=False).requires_grad_(False)
@@ -34,7 +34,7 @@ def load_teacher(place: str, train: TrainConfig, device: torch.device) -> Looped
     model = model.to(device).eval()
     mesh = parallel.data_mesh(device.type, train.shard_workers)
     if mesh is not None:
-        parallel.shard(model, mesh, param_dtype=dtype, keep=train.keep_gathered is True)
+        parallel.shard(model, mesh, param_dtype=dtype, keep=keep)
     return model
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from lt2_platform.train.preemption import on_sigterm
 from lt2_platform.train.profiling import traced
 from lt2_platform.train.rollback import Rollbacks
 from lt2_platform.train.saving import SaveCost, Saver
+from lt2_platform.train.tuning import first_rank_first, run_each_kind
 from lt2_platform.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -117,8 +119,9 @@ def _train(
     device = _device()
     sources, folder = Sources(**spec.sources), Storage(spec.out).join("checkpoints")
     start = None if checkpoint.complete(folder) else sources.start
-    model, sharding = _build_model(model_config, config, device, dataset.seq_len, start)
-    teacher = None if sources.teacher is None else load_teacher(sources.teacher, config, device)
+    keep = _keeps_gathered(model_config, config, device, dataset.seq_len, sources.teacher)
+    model, sharding = _build_model(model_config, config, device, dataset.seq_len, keep=keep, start=start)
+    teacher = None if sources.teacher is None else load_teacher(sources.teacher, config, device, keep=keep)
     optimizer = adamw(
         model,
         lr=config.lr,
@@ -188,29 +191,41 @@ def _device() -> torch.device:
 
 
 def _build_model(
-    model_config: ModelConfig, config: TrainConfig, device: torch.device, seq_len: int, start: str | None = None
+    model_config: ModelConfig,
+    config: TrainConfig,
+    device: torch.device,
+    seq_len: int,
+    *,
+    keep: bool,
+    start: str | None,
 ) -> tuple[LoopedLM, parallel.Sharding | None]:
     model = build(model_config, seed=config.seed if config.init_seed is None else config.init_seed, device=device)
     if start is not None:
         start_from(model, checkpoint.load_model(start)[0])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(config.objective.lr_scale(name, model_config) > 0)
+    mesh, dtype = parallel.data_mesh(device.type, config.shard_workers), autocast_dtype(config.precision, device)
+    if mesh is not None and device.type == "cuda":
+        rows = min(config.micro_batch_size or math.inf, config.global_batch_size // dist.get_world_size())
+        shape = {"rows": int(rows), "seq_len": seq_len, "dtype": dtype, "packed": config.document_mask}
+        first_rank_first(partial(run_each_kind, model, **shape))
     parallel.wrap_blocks(model, recompute=config.recompute, compile=config.compile)
-    mesh = parallel.data_mesh(device.type, config.shard_workers)
     if mesh is None:
         return model, None
-    dtype = autocast_dtype(config.precision, device)
-    keep = ranks.from_rank_zero(_keeps_gathered(model_config, config, device, seq_len))
     return model, parallel.shard(model, mesh, param_dtype=dtype, keep=keep)
 
 
-def _keeps_gathered(model_config: ModelConfig, config: TrainConfig, device: torch.device, seq_len: int) -> bool:
-    if config.keep_gathered != "auto":
-        return config.keep_gathered
+def _keeps_gathered(
+    model_config: ModelConfig, config: TrainConfig, device: torch.device, seq_len: int, teacher: str | None
+) -> bool:
+    """`train.keep_gathered` on these devices: one answer for all ranks."""
+    if config.keep_gathered != "auto" or ranks.world_size() == 1:
+        return config.keep_gathered is not False
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
-    keep = keeps_gathered(model_config, config, seq_len, workers=dist.get_world_size(), card_bytes=size)
+    asked = None if teacher is None else checkpoint.read_info(checkpoint.resolve(teacher)).model
+    keep = keeps_gathered(model_config, config, seq_len, workers=dist.get_world_size(), card_bytes=size, teacher=asked)
     log.info("train.keep_gathered auto: gathered blocks are %s", "kept" if keep else "freed after each use, to fit")
-    return keep
+    return ranks.from_rank_zero(keep)
 
 
 def _resume(

@@ -1,0 +1,129 @@
+"""The memory of a training step on each worker, from configs alone."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lt2 import parallel
+from lt2.config import ModelConfig
+from lt2.memory.live import LiveStorages
+from lt2.memory.trace import Tracer
+from lt2.memory.walk import Loss, Memory, Walk, Weights
+from lt2.model import LoopedLM
+from lt2.objective_configs import AlignConfig, DistillConfig
+from lt2.ops import outline
+from lt2.train_config import TrainConfig
+
+OUTSIDE = 4 * 10**9
+"""Bytes of a card assumed for CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation."""
+
+
+def keeps_gathered(
+    config: ModelConfig,
+    train: TrainConfig,
+    seq_len: int,
+    *,
+    workers: int,
+    card_bytes: float,
+    teacher: ModelConfig | None = None,
+) -> bool:
+    """`train.keep_gathered`, where "auto" means: if the planned step fits a card of so many bytes with it."""
+    if train.keep_gathered != "auto":
+        return train.keep_gathered
+    kept = train.model_copy(update={"keep_gathered": True})
+    return plan_memory(config, kept, seq_len, workers=workers, teacher=teacher).total + OUTSIDE <= card_bytes
+
+
+def plan_memory(
+    config: ModelConfig,
+    train: TrainConfig,
+    seq_len: int,
+    *,
+    workers: int = 1,
+    device_type: str = "cuda",
+    bf16: bool | None = None,
+    sharded: bool | None = None,
+    teacher: ModelConfig | None = None,
+) -> Memory:
+    """The peak of one optimizer step on each of `workers`, on sequences of seq_len tokens.
+
+    The objective is `train.objective`: align and distill as they are, any other as next_token. bf16: whether matmuls
+    run in it; None follows `train.precision` ("auto" is bf16 on CUDA). sharded: by FSDP; None: if there are several
+    workers. teacher: whom "distill" asks; without one the batches bring its top-k.
+    """
+    if bf16 is None:
+        bf16 = train.precision == "bf16" or (train.precision == "auto" and device_type == "cuda")
+    sharded = workers > 1 if sharded is None else sharded
+    rows = max(1, train.global_batch_size // workers)
+    size = min(train.micro_batch_size or rows, rows)
+    shards = min(train.shard_workers or workers, workers)
+    keep = bool(train.keep_gathered)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bf16 else nullcontext
+    recompute, objective = train.recompute, train.objective
+    # Under the bf16 policy FSDP hands out weights that are bf16 already.
+    dtype = torch.bfloat16 if bf16 and sharded else torch.float32
+    with FakeTensorMode(allow_non_fake_inputs=True), outline.planning(device_type):
+        model = LoopedLM(config).train()
+        parallel.cast_weights(model, dtype)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(objective.lr_scale(name, config) > 0)
+        parallel.wrap_blocks(model, recompute="block" if recompute == "loop" else recompute)
+        walk = Walk(
+            Weights.of(model),
+            micro_steps=-(-rows // size),
+            sharded=sharded,
+            shards=shards,
+            keep=keep,
+            itemsize=dtype.itemsize,
+            tied=model.head is None,
+        )
+        ids = torch.zeros(size, seq_len, dtype=torch.int64)
+        with LiveStorages() as live:
+            with live.over() as start:
+                tracer = _tracer(model, ids, live, autocast, objective if isinstance(objective, AlignConfig) else None)
+            table, end = tracer.table(), tracer.end()
+            if isinstance(objective, AlignConfig):
+                loss = Loss(0, tracer.h.nbytes, 0)
+            elif isinstance(objective, DistillConfig):
+                loss = tracer.per_loop_kl(objective, device_type, teacher)
+            else:
+                loss = tracer.next_token(device_type)
+            state = tracer.h.nbytes
+            if teacher is not None:
+                weights, peak = _teacher(teacher, ids, live, autocast, bf16, shards=shards, sharded=sharded, keep=keep)
+                walk.add(teacher=weights)
+                loss = replace(loss, asking=peak + (config.n_loops + 1) * state)
+    walk.run(table, start[0], end, loss, state, recompute=recompute)
+    return walk.peak
+
+
+def _tracer(
+    model: LoopedLM, ids: torch.Tensor, live: LiveStorages, autocast: Any, align: AlignConfig | None = None
+) -> Tracer:
+    with autocast():
+        h = model.embed(ids)
+        seq = model.sequence_info(ids, None, None, None)
+    return Tracer(model, live, autocast, h.detach().requires_grad_(), seq, align)
+
+
+def _teacher(
+    config: ModelConfig, ids: torch.Tensor, live: LiveStorages, autocast: Any, bf16: bool, *, shards: int,
+    sharded: bool, keep: bool,
+) -> tuple[int, int]:  # fmt: skip
+    """(bytes of its weights and of what is gathered of them, peak of its forward pass): see `load_teacher`."""
+    model = LoopedLM(config).eval().requires_grad_(False)
+    if bf16:
+        parallel.cast_weights(model, torch.bfloat16)
+    stored = sum(p.nbytes for p in model.parameters())
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
+    gathered = 0
+    if sharded:  # the root always, the blocks as the student's: all, or the one that runs and the next
+        gathered = stored - sum(blocks) + (sum(blocks) if keep else 0)
+    peak = _tracer(model, ids, live, autocast).asking() + (2 * max(blocks) if sharded and not keep else 0)
+    return stored // shards + gathered, peak

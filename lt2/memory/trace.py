@@ -1,0 +1,148 @@
+"""What one use of a block, the end of a loop, and a loss keep and need, counted on tensors without data.
+
+Shapes: N tokens of a micro-batch, D width, V vocabulary, K compared tokens, T loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt2.config import KeptLayout, ModelConfig
+from lt2.distill.align import Forced
+from lt2.distill.kl import Teacher, TopK, chunked_topk_kl, top_k
+from lt2.loss import chunked_cross_entropy, rows_per_chunk
+from lt2.memory.live import LiveStorages
+from lt2.memory.walk import Loss, Unit
+from lt2.model import LoopedLM
+from lt2.objective_configs import AlignConfig, DistillConfig
+
+
+@dataclass
+class Tracer:
+    """Runs parts of `model` on a state h (B, L, D) under `autocast`; each kind of block once."""
+
+    model: LoopedLM
+    live: LiveStorages
+    autocast: Any
+    h: Tensor
+    seq: Any
+    align: AlignConfig | None = None
+    kinds: dict[Any, Unit] = field(default_factory=dict)
+
+    def table(self) -> list[list[Unit]]:
+        """Units by [loop][layer]."""
+        return [[self._unit(layer, spec) for layer, spec in enumerate(row)] for row in self.model.schedule]
+
+    def _unit(self, layer: int, spec: Any) -> Unit:
+        block: Any = self.model.blocks[layer]
+        key = (tuple(block.mixers), spec)
+        if key not in self.kinds:
+            self.kinds[key] = self._block(block, spec)
+        return self.kinds[key]
+
+    def _block(self, block: Any, spec: Any) -> Unit:
+        layout, force = self.model.config.layout, None
+        if self.align is not None:
+            assert isinstance(layout, KeptLayout)
+            force = Forced(layout.attention, self.align.loss)
+        with self.autocast():
+            with self.live.over() as first:
+                earlier = block(self.h, spec, self.seq, None, force)  # fills autocast's cache, as the first loop does
+            with self.live.over() as second:
+                out, aux = block(self.h, spec, self.seq, None, force)
+        ends = [t for t in (out, aux) if t is not None and t.requires_grad]
+        grads = [torch.empty_like(t) for t in ends]
+        with self.live.over() as back:
+            if ends:
+                torch.autograd.backward(ends, grads)
+        gradients = sum(p.grad.nbytes for p in block.parameters() if p.grad is not None)
+        block.zero_grad()
+        self.h.grad = None
+        del earlier
+        return Unit(second[0], max(0, first[0] - second[0]), gradients, second[1], back[1])
+
+    def end(self) -> Unit:
+        """Of what follows a loop's last block, whose output goes unless its backward needs it."""
+        with self.live.over() as found, self.autocast():
+            out = self.h * 1 if self.align is None else (self.h * 1).detach()
+            with self.live.over() as peak:
+                after = self.model.end_loop(out, self.h, 0)
+            del out
+        with self.live.over() as back:
+            if after.requires_grad:
+                after.backward(torch.empty_like(after))
+        self.model.zero_grad()
+        self.h.grad = None
+        return Unit(found[0] - after.nbytes, 0, 0, peak[1], back[1])
+
+    def asking(self) -> int:
+        """Peak of a forward pass of the model as a teacher, above the states that it gives."""
+        kinds = {(tuple(block.mixers), spec): (block, spec) for block, spec in self._uses()}
+        with self.live.over() as found, torch.no_grad(), self.autocast():
+            for block, spec in kinds.values():
+                block(self.h, spec, self.seq)
+        return found[1]
+
+    def _uses(self) -> Iterator[tuple[Any, Any]]:
+        for row in self.model.schedule:
+            yield from zip(self.model.blocks, row)
+
+    def next_token(self, device_type: str) -> Loss:
+        """Of the final norm and the chunked cross entropy."""
+        n_tokens, D = self.h.shape[0] * self.h.shape[1], self.h.shape[2]
+        rows = min(n_tokens, rows_per_chunk(device_type, self.model.config.vocab_size))
+        few = min(n_tokens, 2 * rows)  # every chunk after the second is like it
+        hidden = torch.zeros(few, D, dtype=self.h.dtype, requires_grad=True)
+        targets = torch.zeros(few, dtype=torch.int64)
+        with self.live.over() as found, self.autocast():
+            loss = chunked_cross_entropy(
+                self.model.final_norm(hidden), self.model.head_weight, targets, chunk_rows=rows
+            ).loss
+        del loss
+        rest = (n_tokens - few) * D * self.h.dtype.itemsize
+        kept = found[0] + rest - self._head_gradient()
+        return Loss(kept, found[1] + 2 * rest, self.h.nbytes)  # the normed state's gradient stays, itself it goes
+
+    def per_loop_kl(self, config: DistillConfig, device_type: str, teacher: ModelConfig | None) -> Loss:
+        """Of a final norm after every loop and the chunked KL over as many loops as ever count at once.
+
+        teacher: who is asked; None: its top-k came with the batch.
+        """
+        n_tokens, D = self.h.shape[0] * self.h.shape[1], self.h.shape[2]
+        V, T = self.model.config.vocab_size, self.model.config.n_loops
+        used = 1 if config.supervision == "final" else T
+        rows = min(n_tokens, rows_per_chunk(device_type, V))
+        few = min(n_tokens, 2 * rows)
+        with self.live.over() as normed, self.autocast():
+            state = self.model.final_norm(self.h)
+        hidden = torch.zeros(few, D, dtype=state.dtype, requires_grad=True)
+        asked: Teacher
+        if teacher is None:
+            asked = lambda loop, start, stop: TopK(  # noqa: E731
+                torch.zeros(stop - start, config.k or V), torch.zeros(stop - start, config.k or V, dtype=torch.int64)
+            )
+            given = used * n_tokens * (config.k or V) * 6  # fp16 and int32
+        else:
+            weight = torch.zeros(V, D, dtype=self.model.head_weight.dtype)
+            asked = lambda loop, start, stop: top_k(hidden.detach()[start:stop], weight, config.k)  # noqa: E731
+            given = used * state.nbytes
+        counted = torch.ones(few, dtype=torch.bool)
+        with self.live.over() as found, self.autocast():
+            loss = chunked_topk_kl(
+                [hidden], self.model.head_weight, asked, loop_weights=[1.0], counted=counted,
+                temperature=config.temperature, chunk_rows=rows,
+            ).loss  # fmt: skip
+        del loss
+        rest = (used * n_tokens - few) * D * state.dtype.itemsize  # gradients of the loops' states
+        kept = max(0, found[0] - few * D * state.dtype.itemsize - self._head_gradient())
+        # The final state is normed once more for those who do not look at loops.
+        return Loss(kept, found[1] + rest + normed[0], self.h.nbytes, states=normed[0], given=given)
+
+    def _head_gradient(self) -> int:
+        weight = self.model.head_weight
+        return 4 * weight.numel() if weight.requires_grad else 0

@@ -1,0 +1,172 @@
+"""A training step from its first gather to its update, with what is live at every point; the peak is remembered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lt2.model import LoopedLM
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker at the step's peak, by what they are for. All but `total` add up to it.
+
+    parameters: fp32 weights; teacher: a distillation's teacher, with what is gathered of it; optimizer: AdamW's
+    moments; gradients; gathered: blocks gathered from all workers; activations: what backward waits with, and a
+    teacher's states; workspace: of the unit that runs at the peak.
+    """
+
+    parameters: int = 0
+    teacher: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes of one block's use: kept until its backward; once (weights cast by autocast, kept from the first use
+    on); its gradients; peaks above what is live when its forward and its backward begin."""
+
+    kept: int
+    once: int
+    gradients: int
+    forward_peak: int
+    backward_peak: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Bytes of the loss: kept and peak of its computation, without the head's gradient; state: of the gradient that
+    goes back from unit to unit (0: none does).
+
+    Of losses after every loop: states, that each loop leaves to the loss and, as a gradient, to its own backward;
+    given, what a teacher gave, until the loss; asking, the teacher's own peak before the student's forward.
+    """
+
+    kept: int
+    peak: int
+    state: int
+    states: int = 0
+    given: int = 0
+    asking: int = 0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of elements: of all parameters, by block, and of those that learn."""
+
+    all: int
+    blocks: list[int]
+    learning: int
+    learning_blocks: list[int]
+    largest: int
+    head: int
+    embedding: int
+
+    @classmethod
+    def of(cls, model: LoopedLM) -> Weights:
+        learning = [p for p in model.parameters() if p.requires_grad]
+        return cls(
+            all=sum(p.numel() for p in model.parameters()),
+            blocks=[sum(p.numel() for p in block.parameters()) for block in model.blocks],
+            learning=sum(p.numel() for p in learning),
+            learning_blocks=[sum(p.numel() for p in block.parameters() if p.requires_grad) for block in model.blocks],
+            largest=max((p.numel() for p in learning), default=0),
+            head=model.head_weight.numel() if model.head_weight.requires_grad else 0,
+            embedding=model.embed.weight.numel() if model.embed.weight.requires_grad else 0,
+        )
+
+
+class Walk:
+    """shards: workers that hold a part each; keep: gathered blocks stay; itemsize: of what is gathered; waiting:
+    whether micro-batches' gradients wait for the last one."""
+
+    def __init__(
+        self, weights: Weights, *, micro_steps: int, sharded: bool, shards: int, keep: bool, itemsize: int, tied: bool
+    ):
+        self.weights, self.sharded, self.shards, self.keep = weights, sharded, shards, keep
+        self.waiting, self.itemsize, self.tied = micro_steps > 1, itemsize, tied
+        self.now = self.peak = Memory()
+        self.add(parameters=4 * weights.all // shards, optimizer=8 * weights.learning // shards)
+
+    def add(self, **changes: int) -> None:
+        self.now = replace(self.now, **{name: getattr(self.now, name) + value for name, value in changes.items()})
+        self.look(0)
+
+    def look(self, workspace: int) -> None:
+        here = replace(self.now, workspace=workspace)
+        if here.total > self.peak.total:
+            self.peak = here
+
+    def run(self, table: list[list[Unit]], start: int, end: Unit, loss: Loss, state: int, *, recompute: str) -> None:
+        """table: units by [loop][layer]; start: kept by the embedding; end: of a loop's own residual and norm; state:
+        bytes of one (B, L, D)."""
+        head = 4 * self.weights.head
+        # Gradients of earlier micro-steps wait for the last one, whole.
+        self.add(gradients=4 * self.weights.learning if self.waiting else 0)
+        self.look(loss.asking)
+        self.add(activations=start + loss.given)
+        self._gather(self.weights.all - sum(self.weights.blocks))
+        self._forward(table, end, loss, state, recompute)
+        self.look(loss.peak)
+        # The head's gradient is found along with the loss; a tied one waits for the embedding's to be added.
+        self.add(gradients=0 if self.waiting and not self.tied else head, activations=loss.kept - loss.given)
+        self.add(activations=loss.state - loss.kept)  # from here on one gradient goes back from unit to unit
+        if recompute != "none":
+            self.add(activations=-sum(unit.once for unit in table[0]))  # autocast's cache, with the forward pass
+        self._backward(table, end, loss, state, recompute)
+        self.look(self.weights.embedding * self.itemsize)  # its gradient
+        everything = 4 * self.weights.learning // (self.shards if self.sharded else 1)
+        self.now = replace(self.now, activations=0, gathered=0, gradients=everything)
+        self.look(2 * 4 * self.weights.largest // self.shards)  # AdamW's temporaries
+
+    def _forward(self, table: list[list[Unit]], end: Unit, loss: Loss, state: int, recompute: str) -> None:
+        for loop, row in enumerate(table):
+            for layer, unit in enumerate(row):
+                if loop == 0:
+                    self._gather(self.weights.blocks[layer], of_block=True)
+                self.look(unit.forward_peak + self._regathered(layer))
+                self.add(activations=(0 if recompute == "loop" else unit.kept) + (unit.once if loop == 0 else 0))
+            self.look(end.forward_peak)
+            self.add(activations=(state if recompute == "loop" else end.kept) + loss.states)
+
+    def _backward(self, table: list[list[Unit]], end: Unit, loss: Loss, state: int, recompute: str) -> None:
+        for loop, row in reversed(list(enumerate(table))):
+            self.add(activations=-loss.states)
+            if recompute == "loop":  # its blocks' inputs are there again
+                self.add(activations=sum(unit.kept for unit in row) + end.kept - state)
+            self.look(end.backward_peak)
+            self.add(activations=-end.kept)
+            for layer, unit in reversed(list(enumerate(row))):
+                self.look(unit.backward_peak + self._regathered(layer))
+                # Autograd sums a weight's gradients over its uses before it adds them to those that wait.
+                summed = self.sharded or not self.waiting or len(table) > 1
+                if summed and loop == len(table) - 1:
+                    self.add(gradients=unit.gradients)
+                if loop == 0:
+                    self._finish(layer, unit, summed)
+                self.add(activations=-unit.kept - (unit.once if loop == 0 and recompute == "none" else 0))
+
+    def _finish(self, layer: int, unit: Unit, summed: bool) -> None:
+        """A block's gradient is complete: added to what waits, or reduced over the workers."""
+        if self.sharded:
+            whole = 4 * self.weights.learning_blocks[layer]
+            self.look(whole)  # the reduction's fp32 input
+            self.add(gradients=whole // self.shards - unit.gradients - (whole if self.waiting else 0))
+        elif self.waiting and summed:
+            self.add(gradients=-unit.gradients)
+
+    def _gather(self, numel: int, *, of_block: bool = False) -> None:
+        if self.sharded and (self.keep or not of_block):
+            self.add(gathered=numel * self.itemsize)
+
+    def _regathered(self, layer: int) -> int:
+        """Bytes of the running block and the one that is prefetched, where blocks are not kept."""
+        return 2 * self.weights.blocks[layer] * self.itemsize if self.sharded and not self.keep else 0
