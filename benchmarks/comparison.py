@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-
 SHORT = 0.25
 """Seconds."""
 
