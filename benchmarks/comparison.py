@@ -16,16 +16,15 @@ from pathlib import Path
 
 import torch
 
-SHORT = 0.25
-"""Seconds."""
+TURN_S, TURN_CALLS = 0.1, 8
 
 
 def interleaved(calls: dict[str, Callable[[], object]], *, repeats: int = 7, seconds: float = 6.0) -> dict[str, float]:
     """Median milliseconds of each call, run in turns after one warm-up round.
 
-    Stops after `repeats` rounds, or earlier (from the second round on) once `seconds` have passed. A turn of calls that
-    take less than SHORT begins with one that does not count: it pays the page faults for memory that the other's turn
-    made the allocator give back.
+    Stops after `repeats` rounds, or earlier (from the second round on) once `seconds` have passed. A turn is one call,
+    or several that take TURN_S together: then the first does not count, because it pays the page faults for memory that
+    the other's turn made the allocator give back.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -35,12 +34,18 @@ def interleaved(calls: dict[str, Callable[[], object]], *, repeats: int = 7, sec
         if round_ >= 2 and time.perf_counter() - start > seconds:
             break
         for name, call in calls.items():
-            if round_ and times[name][-1] < 1e3 * SHORT:
-                call()
-            begun = time.perf_counter()
-            call()
-            times[name].append(1e3 * (time.perf_counter() - begun))
+            times[name] += _turn(call)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _turn(call: Callable[[], object]) -> list[float]:
+    """Milliseconds of the calls of a turn that count."""
+    times, start = [], time.perf_counter()
+    while not times or (time.perf_counter() - start < TURN_S and len(times) <= TURN_CALLS):
+        begun = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - begun))
+    return times[1:] or times
 
 
 def row(work: str, size: str, ours: float, peer_name: str, peer: float, unit: str, better: str = "lower") -> dict:
