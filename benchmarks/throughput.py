@@ -195,6 +195,7 @@ def figure(rows: list[dict[str, Any]], path: str) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     batches = sorted({r["batch"] for r in rows})
     _, axes = plt.subplots(len(batches), 2, figsize=(9, 2.6 * len(batches)), squeeze=False, layout="constrained")
@@ -210,6 +211,8 @@ def figure(rows: list[dict[str, Any]], path: str) -> None:
                 if points and any("out_of_memory" in r for r in own):
                     axis.plot(contexts[-1], points[-1]["ours"], "s", ms=9, mfc="none", color=color)
             axis.set(xscale="log", yscale="log", title=f"{work}, batch {batch}", xlabel="context", ylabel="tokens/s")
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=9))
+            axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
             axis.set_xticks(sorted({r["context"] for r in rows if "context" in r}))
             axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
             axis.minorticks_off()
