@@ -103,7 +103,9 @@ def read_log(storage: Storage, step_id: str, attempt: int) -> dict[str, Any]:
 
 
 def in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Steps by level (0 needs nothing; otherwise one more than the highest it needs), each with its "level"."""
+    """Steps by level (0 needs nothing; otherwise one more than the highest it needs), each with its "level" and, in
+    "edges", those of its needs that no other need implies: what a drawing has to show.
+    """
     by_name = {step["name"]: step for step in steps}
     levels: dict[str, int] = {}
 
@@ -113,7 +115,13 @@ def in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
             levels[name] = max((level(need, (*above, name)) + 1 for need in needs), default=0)
         return levels[name]
 
-    return sorted(({**step, "level": level(step["name"])} for step in steps), key=lambda step: step["level"])
+    ordered = sorted(({**step, "level": level(step["name"])} for step in steps), key=lambda step: step["level"])
+    before: dict[str, set[str]] = {}
+    for step in ordered:
+        implied = set().union(*(before.get(need, ()) for need in step["needs"]))
+        before[step["name"]] = implied.union(step["needs"])
+        step["edges"] = [need for need in step["needs"] if need not in implied]
+    return ordered
 
 
 def overall(states: list[str]) -> str:

@@ -71,6 +71,23 @@ def test_steps_in_a_circle_do_not_hang():
     assert {step["name"] for step in in_order(circle)} == {"a", "b", "c"}
 
 
+def test_needs_that_others_imply_are_not_drawn():
+    steps = [
+        {"name": "report", "needs": ["evaluate", "prepare", "pretrain"]},
+        {"name": "evaluate", "needs": ["prepare", "pretrain"]},
+        {"name": "pretrain", "needs": ["prepare"]},
+        {"name": "prepare", "needs": []},
+        {"name": "items", "needs": ["prepare"]},
+    ]
+    assert {step["name"]: step["edges"] for step in in_order(steps)} == {
+        "prepare": [],
+        "pretrain": ["prepare"],
+        "items": ["prepare"],
+        "evaluate": ["pretrain"],
+        "report": ["evaluate"],
+    }
+
+
 def test_overall_state():
     assert overall(["done", "done"]) == "done"
     assert overall(["done", "waiting"]) == "waiting"

@@ -84,7 +84,7 @@ function drawGraph(parent, { id, steps }, chosen) {
   }
   const width = columns.size * (NODE.width + NODE.gapX) - NODE.gapX;
   const height = tallest * (NODE.height + NODE.gapY) - NODE.gapY;
-  const edges = steps.flatMap((step) => step.needs.filter((need) => place.has(need)).map((need) => {
+  const edges = steps.flatMap((step) => step.edges.filter((need) => place.has(need)).map((need) => {
     const [fromX, fromY] = place.get(need), [toX, toY] = place.get(step.name);
     const x = fromX + NODE.width, y = fromY + NODE.height / 2, end = toY + NODE.height / 2, bend = NODE.gapX / 2;
     const lit = steps.find((other) => other.name === need).state === "done";
