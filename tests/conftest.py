@@ -15,9 +15,6 @@ import fsspec
 import pytest
 
 LOOPBACK = "127.0.0.1"
-OTHERS = {"subprocess", "run_ranks"}
-"""What a test module names that waits for other processes. Such tests, and those of Ray, a browser or an S3 server, run
-once more when they fail: what they time is also the machine's doing. The summary lists them as RERUN; each is a bug."""
 os.environ["WANDB_MODE"] = "disabled"  # every training run would start wandb's own process; its tests ask for it
 
 
@@ -46,8 +43,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if {"s3_root", "s3_environment"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("s3")
-        if any(map(item.get_closest_marker, ("ray", "browser", "s3"))) or OTHERS & set(vars(item.module)):
-            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def test_a_step_is_blocked_by_one_failure_while_another_of_its_needs_still_runs(
 
 
 def test_independent_branches_run_side_by_side(storage):
-    slow = ("left.pause_s=0.2", "right.pause_s=0.2")
+    slow = ("left.pause_s=2", "right.pause_s=2")  # longer than a process takes to start on a busy machine
     _, events = execute(storage, "branches", *slow)
     order = [(event["step"], event["event"]) for event in events if event["step"] in ("left", "right")]
     first_end = next(index for index, (_, kind) in enumerate(order) if kind == "done")
