@@ -43,10 +43,10 @@ def forward_flops(config: ModelConfig, seq_len: int, *, n_loops: int | None = No
 
     Each (loop, layer) counts the weights of the mixer that runs there.
     """
-    used = mixer_flops(config, seq_len, n_loops=n_loops)
-    with torch.device("meta"):
-        ffns = [sum(p.numel() for p in block.ffn.parameters()) for block in LoopedLM(config).blocks]  # type: ignore
-    return head_flops(config) + sum(sum(row) for row in used) + len(used) * 2.0 * sum(ffns)
+    blocks = _blocks(config)
+    mixers = _mixer_table(blocks, config, seq_len, n_loops or config.n_loops)
+    ffns = 2.0 * sum(p.numel() for block in blocks for p in block.ffn.parameters())
+    return head_flops(config) + sum(map(sum, mixers)) + len(mixers) * ffns
 
 
 def head_flops(config: ModelConfig) -> float:
@@ -54,17 +54,24 @@ def head_flops(config: ModelConfig) -> float:
     return 2.0 * config.vocab_size * config.dim
 
 
-def mixer_flops(config: ModelConfig, seq_len: int, *, n_loops: int | None = None) -> list[list[float]]:
+def mixer_flops(config: ModelConfig, seq_len: int) -> list[list[float]]:
     """Forward FLOPs per token of the mixer at every [loop][layer], projections included."""
-    schedule = layout(config)
+    return _mixer_table(_blocks(config), config, seq_len, config.n_loops)
+
+
+def _blocks(config: ModelConfig) -> list[Any]:
     with torch.device("meta"):
-        blocks = LoopedLM(config).blocks
+        return list(LoopedLM(config).blocks)
+
+
+def _mixer_table(blocks: list[Any], config: ModelConfig, seq_len: int, n_loops: int) -> list[list[float]]:
+    schedule = layout(config)
     return [
         [
             _mixer_flops(blocks[layer], spec, config, seq_len)
             for layer, spec in enumerate(schedule[min(loop, len(schedule) - 1)])
         ]
-        for loop in range(n_loops or config.n_loops)
+        for loop in range(n_loops)
     ]
 
 

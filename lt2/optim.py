@@ -45,6 +45,12 @@ def param_groups(
     ]
 
 
+def freeze(model: nn.Module, lr_scale: Callable[[str], float]) -> None:
+    """Keep gradients of the parameters whose learning rate `lr_scale`, of their name, does not multiply by 0."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(lr_scale(name) > 0)
+
+
 def adamw(
     model: nn.Module,
     *,

@@ -65,6 +65,11 @@ class TrainConfig(Config):
             else self.activation_checkpoint
         )
 
+    def rows(self, workers: int) -> tuple[int, int]:
+        """Sequences of each of `workers` per step, and how many of them run at a time."""
+        rows = max(1, self.global_batch_size // workers)
+        return rows, min(self.micro_batch_size or rows, rows)
+
     @field_validator("activation_checkpoint", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:

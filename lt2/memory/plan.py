@@ -18,6 +18,7 @@ from lt2.memory.walk import Loss, Memory, Walk, Weights
 from lt2.model import LoopedLM
 from lt2.objective_configs import AlignConfig, DistillConfig
 from lt2.ops import outline
+from lt2.optim import freeze
 from lt2.train_config import TrainConfig
 
 OUTSIDE = 4 * 10**9
@@ -60,8 +61,7 @@ def plan_memory(
     if bf16 is None:
         bf16 = train.precision == "bf16" or (train.precision == "auto" and device_type == "cuda")
     sharded = workers > 1 if sharded is None else sharded
-    rows = max(1, train.global_batch_size // workers)
-    size = min(train.micro_batch_size or rows, rows)
+    rows, size = train.rows(workers)
     shards = min(train.shard_workers or workers, workers)
     keep = bool(train.keep_gathered)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bf16 else nullcontext
@@ -71,8 +71,7 @@ def plan_memory(
     with FakeTensorMode(allow_non_fake_inputs=True), outline.planning(device_type):
         model = LoopedLM(config).train()
         parallel.cast_weights(model, dtype)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(objective.lr_scale(name, config) > 0)
+        freeze(model, lambda name: objective.lr_scale(name, config))
         parallel.wrap_blocks(model, recompute="block" if recompute == "loop" else recompute)
         walk = Walk(
             Weights.of(model),
@@ -124,6 +123,6 @@ def _teacher(
     blocks = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
     gathered = 0
     if sharded:  # the root always, the blocks as the student's: all, or the one that runs and the next
-        gathered = stored - sum(blocks) + (sum(blocks) if keep else 0)
+        gathered = stored if keep else stored - sum(blocks)
     peak = _tracer(model, ids, live, autocast).asking() + (2 * max(blocks) if sharded and not keep else 0)
     return stored // shards + gathered, peak

@@ -13,7 +13,7 @@ from lt2 import parallel
 from lt2.config import ModelConfig
 from lt2.memory import OUTSIDE, LiveStorages, keeps_gathered, plan_memory
 from lt2.model import build
-from lt2.optim import adamw
+from lt2.optim import adamw, freeze
 from lt2.train_config import TrainConfig
 from lt2.training import Batch, TrainState, autocast_dtype, train
 
@@ -49,8 +49,7 @@ def allocated_peak(run):
 def measured(config, settings, teacher=None, topk=None):
     """Weights and the allocator's peak in two steps of the loop, on this rank; the second has AdamW's moments."""
     model = build(config)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(settings.objective.lr_scale(name, config) > 0)
+    freeze(model, lambda name: settings.objective.lr_scale(name, config))
     parallel.wrap_blocks(model, recompute=settings.recompute)
     mesh, sharding, ranks = parallel.data_mesh("cpu"), None, 1
     dtype = autocast_dtype(settings.precision, torch.device("cpu"))
@@ -142,7 +141,7 @@ def test_the_plan_of_sharded_steps_is_within_a_tenth_too(name):
 
 WHOLE = {"layout": {"type": "uniform", "mixer": {"type": "full"}}, "n_loops": 3}
 OURO = {"norm_each_loop": True, "sandwich_norm": True, "loop_residual": False}
-BOTH = {"layout": {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [1], "both": True}}
+KEPT = {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [1]}
 STAGES = {
     "align": ({}, {"objective": {"type": "align"}}, "none"),
     "align, blocks": (OURO, {"objective": {"type": "align"}, "activation_checkpoint": True}, "none"),
@@ -172,8 +171,7 @@ def stage(name):
     settings = train_config(**({"objective": {"type": "distill", "k": 16, "supervision": "uniform"}} | settings))
     teacher = model_config(**(WHOLE | model))
     both = settings.objective.type == "align"
-    kept = {**BOTH["layout"], "both": both}
-    student = model_config(**(WHOLE | model | {"layout": kept}))
+    student = model_config(**(WHOLE | model | {"layout": KEPT | {"both": both}}))
     return student, settings, teacher if given == "teacher" else None, 16 if given == "stored" else None
 
 

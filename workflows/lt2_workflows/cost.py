@@ -54,13 +54,12 @@ def describe_cost(run: Training, hardware: Hardware) -> str:
     card, count, train = find_card(hardware.card), hardware.count, run.train
     if train.global_batch_size % count:
         raise ConfigError(f"train.global_batch_size {train.global_batch_size} is not divisible by {count} cards")
-    rows = train.global_batch_size // count
-    micro = min(train.micro_batch_size or rows, rows)
+    rows, micro = train.rows(count)
     size, cards = CARD_BYTES[card], f"{count} x {card}"
     keep = keeps_gathered(run.model, train, run.seq_len, workers=count, card_bytes=size, teacher=run.teacher)
     run = replace(run, train=train.model_copy(update={"keep_gathered": keep}))
     plans: dict[Recompute, Memory] = {
-        name: run.memory(workers=count, activation_checkpoint=_setting(name)) for name in _policies(run)
+        name: run.memory(workers=count, activation_checkpoint=name) for name in _policies(run)
     }
     chosen = plans[train.recompute]
     lines = [
@@ -84,10 +83,6 @@ def _policies(run: Training) -> list[Recompute]:
     excluded |= {"loop"} if run.model.halting is not None else set()
     # "selective" sees nothing of compiled blocks; loops of a model that halts cannot be run again.
     return [name for name in get_args(Recompute) if name not in excluded]
-
-
-def _setting(name: Recompute) -> bool | Recompute:
-    return {"none": False, "block": True}.get(name, name)
 
 
 def _by_purpose(memory: Memory, size: float) -> str:
@@ -161,7 +156,7 @@ def _advice(plans: dict[Recompute, Memory], run: Training, count: int, micro: in
     thrifty = list(plans)[-1]
     while micro > 1:
         micro //= 2
-        smaller = run.memory(workers=count, activation_checkpoint=_setting(thrifty), micro_batch_size=micro)
+        smaller = run.memory(workers=count, activation_checkpoint=thrifty, micro_batch_size=micro)
         if smaller.total + OUTSIDE <= size:
             return (
                 f"DOES NOT FIT; it does with train.activation_checkpoint={thrifty} and train.micro_batch_size={micro}"

@@ -24,7 +24,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.distill.student import start_from
 from lt2.memory import keeps_gathered
 from lt2.model import LoopedLM, build
-from lt2.optim import adamw, warmup_cosine
+from lt2.optim import adamw, freeze, warmup_cosine
 from lt2.training import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
 from lt2_platform.data.stream import PackedDataset, read_ahead
 from lt2_platform.distill.teacher import load_teacher
@@ -202,12 +202,11 @@ def _build_model(
     model = build(model_config, seed=config.seed if config.init_seed is None else config.init_seed, device=device)
     if start is not None:
         start_from(model, checkpoint.load_model(start)[0])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(config.objective.lr_scale(name, model_config) > 0)
+    freeze(model, lambda name: config.objective.lr_scale(name, model_config))
     mesh, dtype = parallel.data_mesh(device.type, config.shard_workers), autocast_dtype(config.precision, device)
     if mesh is not None and device.type == "cuda":
-        rows = min(config.micro_batch_size or math.inf, config.global_batch_size // dist.get_world_size())
-        shape = {"rows": int(rows), "seq_len": seq_len, "dtype": dtype, "packed": config.document_mask}
+        _, rows = config.rows(dist.get_world_size())
+        shape = {"rows": rows, "seq_len": seq_len, "dtype": dtype, "packed": config.document_mask}
         first_rank_first(partial(run_each_kind, model, **shape))
     parallel.wrap_blocks(model, recompute=config.recompute, compile=config.compile)
     if mesh is None:
