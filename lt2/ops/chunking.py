@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 CHUNK = 32
 
 # Tokens taken at a time, see in_spans; a whole number of chunks.
-SPAN = 2048
+SPAN = 1024
 
 # Per-channel decays are compared pairwise by explicit broadcast inside blocks of this many tokens.
 SUB_BLOCK = 8

@@ -125,21 +125,19 @@ class _BlockScores(torch.autograd.Function):
         # Visible differences are <= 0; the clamp only keeps the future ones, cut below, from overflowing.
         decay = (local.unsqueeze(-2) - local.unsqueeze(-3)).clamp_(max=0.0).exp_()
         keys = decay * k.unsqueeze(-3)
-        ctx.save_for_backward(decay, keys, k, *rows)
-        return tuple((keys @ x.unsqueeze(-1)).squeeze(-1).tril_() for x in rows)
+        x = torch.stack(rows, dim=-2)  # (..., c, number of operands, K), so that keys are read once
+        ctx.save_for_backward(decay, keys, k, x)
+        return tuple(scores.tril() for scores in (x @ keys.transpose(-1, -2)).unbind(-2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        decay, keys, k, *rows = ctx.saved_tensors
-        grads = [grad.tril() for grad in grads]
-        d_rows = [(grad.unsqueeze(-2) @ keys).squeeze(-2) for grad in grads]
-        d_keys = grads[0].unsqueeze(-1) * rows[0].unsqueeze(-2)
-        for grad, x in zip(grads[1:], rows[1:]):
-            d_keys.addcmul_(grad.unsqueeze(-1), x.unsqueeze(-2))
-        d_k = d_keys.mul_(decay).sum(-3)
-        d_local = sum(x * d_x for x, d_x in zip(rows, d_rows)) - k * d_k
-        return d_k, d_local, *d_rows
+        decay, keys, k, x = ctx.saved_tensors
+        grad = torch.stack([grad.tril() for grad in grads], dim=-2)
+        d_x = grad @ keys
+        d_k = (grad.transpose(-1, -2) @ x).mul_(decay).sum(-3)
+        d_local = (x * d_x).sum(-2) - k * d_k
+        return d_k, d_local, *d_x.unbind(-2)
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:

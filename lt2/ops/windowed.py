@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lt2.ops import dispatch, outline
 from lt2.ops.attention import causal_attention, packed_attention, sdpa
@@ -40,25 +41,56 @@ def _no_cuts(q: Tensor) -> Tensor:
 
 
 def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, doc_ids: Tensor | None, scale: float) -> Tensor:
-    """Queries in blocks of C; each block sees itself and the `before` previous blocks, as one batched masked SDPA."""
+    """A head of about one window by causal attention; from there on queries in blocks of C, each of which sees itself
+    and the `before` previous blocks, as one batched masked SDPA."""
     batch, length = q.shape[:2]
     block = _block_length(window)
     before = -(-(window - 1) // block)
-    count = -(-length // block)
+    head = min(before * block, length)
+    count = -(-(length - head) // block)
+    padding = (0, 0, 0, 0, 0, head + count * block - length)
+    starts = None if doc_ids is None else document_starts(doc_ids)
+    q_head, q_rest = q.split([head, length - head], dim=1)
+    outputs = []
+    if head:
+        plain = starts is None and head <= window
+        token = torch.arange(head, device=q.device)
+        mask = None if plain else _visible(token[:, None], token, window, starts).view(-1, 1, head, head)
+        outputs.append(sdpa(q_head, k[:, :head], v[:, :head], scale=scale, mask=mask, causal=plain))
+    if count:
+        queries = F.pad(q_rest, padding).view(batch * count, block, *q.shape[2:])
+        keys, values = (_Overlapping.apply(F.pad(x, padding), count, block).flatten(0, 1) for x in (k, v))
+        mask = _band_mask(starts, window, block, before, count, q.device)
+        o = sdpa(queries, keys, values, scale=scale, mask=mask)
+        outputs.append(o.reshape(batch, count * block, *o.shape[2:])[:, : length - head])
+    return torch.cat(outputs, dim=1)
 
-    def blocks(x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, 0, 0, count * block - length))
-        return x.view(batch, count, block, *x.shape[2:])
 
-    def with_previous(x: Tensor) -> Tensor:
-        # Shifted copies rather than `unfold`, whose backward is a slow scatter.
-        x = F.pad(blocks(x), (0, 0, 0, 0, 0, 0, before, 0))
-        return torch.cat([x[:, i : i + count] for i in range(before + 1)], dim=2).flatten(0, 1)
+class _Overlapping(torch.autograd.Function):
+    """Of (B, (count + before)·block, …), the spans that blocks of queries see: (B, count, (before + 1)·block, …).
 
-    mask = _band_mask(doc_ids, length, window, block, before, count, q.device)
-    mask = mask.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
-    o = sdpa(blocks(q).flatten(0, 1), with_previous(k), with_previous(v), scale=scale, mask=mask)
-    return o.reshape(batch, count * block, *o.shape[2:])[:, :length]
+    A view, where shifted copies would hold every token before + 1 times. `unfold` is the same view, but its backward
+    is a slow scatter.
+    """
+
+    @staticmethod
+    def forward(ctx, x, count, block):
+        ctx.count, ctx.block = count, block
+        span = x.shape[1] - (count - 1) * block
+        row, token = x.stride()[:2]
+        size = (x.shape[0], count, span, *x.shape[2:])
+        return x.as_strided(size, (row, block * token, token, *x.stride()[2:]), x.storage_offset())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        batch, count, span = grad.shape[:3]
+        block = ctx.block
+        total = grad.new_zeros(batch, (count - 1) * block + span, *grad.shape[3:])
+        blocks = total.view(batch, -1, block, *grad.shape[3:])
+        for i in range(span // block):
+            blocks[:, i : i + count] += grad[:, :, i * block : (i + 1) * block]
+        return total, None, None
 
 
 def _block_length(window: int) -> int:
@@ -66,17 +98,21 @@ def _block_length(window: int) -> int:
     return max(16, window // 4 // 16 * 16)
 
 
-def _band_mask(
-    doc_ids: Tensor | None, length: int, window: int, block: int, before: int, count: int, device: torch.device
-) -> Tensor:
-    """(B|1, count, block, keys) bool, True where query and key are in one window and document."""
-    query = torch.arange(count * block, device=device).view(1, count, block, 1)
-    key = (torch.arange(count, device=device)[:, None] - before) * block + torch.arange(
-        (before + 1) * block, device=device
-    )
-    key = key.view(1, count, 1, -1)
-    first = (query - window + 1).clamp_min(0)
-    if doc_ids is not None:
-        starts = F.pad(document_starts(doc_ids), (0, count * block - length), value=0)
-        first = torch.maximum(first, starts.view(-1, count, block, 1))
+def _band_mask(starts: Tensor | None, window: int, block: int, before: int, count: int, device: torch.device) -> Tensor:
+    """(B·count, 1, block, keys) bool, or one of all blocks, (1, 1, block, keys), where there are no documents."""
+    span = (before + 1) * block
+    offset = torch.arange(span, device=device)
+    if starts is None:
+        return _visible(offset[before * block :, None], offset, window)[None, None]
+    key = torch.arange(count, device=device)[:, None] * block + offset  # (count, keys)
+    padded = F.pad(starts, (0, (before + count) * block - starts.shape[1]))
+    return _visible(key[:, before * block :, None], key[:, None], window, padded).flatten(0, 1).unsqueeze(1)
+
+
+def _visible(query: Tensor, key: Tensor, window: int, starts: Tensor | None = None) -> Tensor:
+    """Where a query's and a key's position (broadcast against each other) are in one window, bool; with `starts`
+    (B, L), the first position of each token's document, also in one document, with a batch dimension in front."""
+    first = query - window + 1
+    if starts is not None:
+        first = torch.maximum(first, starts[:, query])
     return (key >= first) & (key <= query)

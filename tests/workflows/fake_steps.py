@@ -50,6 +50,7 @@ def write(config: WriteStep, context) -> dict[str, str]:
     storage = context.storage
     done = storage.read_bytes(path).decode().splitlines() if storage.exists(path) else []
     print(f"attempt {attempt} continues at line {len(done)}")
+    print(f"cores {os.environ.get('LT2_CORES')}, threads {os.environ.get('OMP_NUM_THREADS')}")
     for number in range(len(done), config.lines):
         done.append(f"{config.text} {number}")
         storage.write_bytes(path, "\n".join(done).encode())

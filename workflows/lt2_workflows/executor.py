@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
+from lt2_workflows.cores import share, side_by_side
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
 from lt2_workflows.local_ray import ray_head
 from lt2_workflows.provenance import drift, provenance
@@ -60,6 +61,7 @@ class Driver:
     ttl_s: float
     wait_for_others: bool
     environment: Mapping[str, str]
+    side_by_side: Mapping[str, int]
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def tell(self, step: Step, event: str, **details: Any) -> None:
@@ -94,7 +96,7 @@ def run(
     write_workflow(storage, workflow)
     with _ray_for(pending) as environment:
         events = Events(storage, workflow.id)
-        driver = Driver(storage, workflow, events, say, ttl_s, wait_for_others, environment)
+        driver = Driver(storage, workflow, events, say, ttl_s, wait_for_others, environment, side_by_side(chosen))
         return _run_graph(driver, chosen)
 
 
@@ -233,7 +235,7 @@ def _attempt(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, An
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=dict(driver.environment),
+        env={**driver.environment, **share(driver.environment, driver.side_by_side[step.name])},
         start_new_session=True,  # Ctrl-C reaches the driver alone, which then stops its children in order
     )
     assert child.stdin is not None

@@ -28,6 +28,11 @@ def describe_state_recall(config: StateRecallStep, context: StepContext) -> str:
     )
 
 
+def task(n: int, swaps: int) -> str:
+    """Of n bits: a stage has as many swaps, an opening says how many."""
+    return f"state_recall_{n}" if n == swaps else f"state_recall_{n}_swaps_{swaps}"
+
+
 @step_type(StateRecallStep, describe=describe_state_recall)
 def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "n_max", "stage", "steps"}; every evaluation's accuracies go to a run of the results store."""
@@ -36,7 +41,7 @@ def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str,
 
     found = run_curriculum(config.inner, out=context.out, progress=context.progress)
     rows = [
-        {"task": f"state_recall_{entry['n']}", "metric": metric, "value": entry[metric], "step": entry["step"]}
+        {"task": task(entry["n"], entry["swaps"]), "metric": metric, "value": entry[metric], "step": entry["step"]}
         for entry in found["history"]
         for metric in ("all", "final", "moved")
     ]

@@ -18,6 +18,7 @@ from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount, table
+from lt2_workflows.cores import share
 from lt2_workflows.graph import STEP_TYPES, Workflow, step_type
 from lt2_workflows.local_ray import join_ray
 from lt2_workflows.records import TTL_S, step_state
@@ -81,13 +82,12 @@ def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
 
 
 def _environment(concurrent: int) -> dict[str, str]:
-    """How a trial's processes find Ray, and their share of this machine's cores: with too many threads they spin."""
+    """How a trial's processes find Ray, and their share of this machine's cores."""
     import ray
 
     join_ray()
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // concurrent))
     found = {name: os.environ[name] for name in RAY_VARIABLES if name in os.environ}
-    return found | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "OMP_NUM_THREADS": threads}
+    return found | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} | share(os.environ, concurrent)
 
 
 def _workflow(trial: Trial, context: StepContext) -> Workflow:

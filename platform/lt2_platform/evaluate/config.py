@@ -90,9 +90,10 @@ class StateRecallConfig(Config):
     A stage is passed when the accuracy over all asserts of `eval_examples` programs reaches `threshold` within
     `max_steps`; weights and optimizer then go on to the next stage. The vocabulary is that of the largest stage.
 
-    Two settings make small budgets go further; neither is in the paper. `opening` are shorter programs to learn before
-    the stages, by the same rule. `rope_theta` is the base of the rotary frequencies: finding
-    the i-th bit means telling positions two apart, which of 10,000's frequencies only the few highest can.
+    Two settings make small budgets go further; neither is in the paper. `opening` are programs of (bits, swaps) to
+    learn before the stages, by the same rule: with one swap, looking up a bit is learned before swaps are followed.
+    `rope_theta` is the base of the rotary frequencies: finding the i-th bit means telling positions two apart, which
+    of 10,000's frequencies only the few highest can.
     """
 
     layout: Layout
@@ -101,7 +102,7 @@ class StateRecallConfig(Config):
     dim: int = Field(default=256, ge=1)
     num_heads: int = Field(default=4, ge=1)
     stages: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
-    opening: tuple[int, ...] = ()
+    opening: tuple[tuple[int, int], ...] = ()
     rope_theta: float = Field(default=10_000.0, gt=1)
     threshold: float = Field(default=0.9, gt=0, le=1)
     max_steps: int = Field(default=100_000, ge=1)
@@ -112,9 +113,18 @@ class StateRecallConfig(Config):
     warmup_steps: int = Field(default=500, ge=0)
     seed: int = 0
 
+    @property
+    def curriculum(self) -> tuple[tuple[int, int], ...]:
+        """The (bits, swaps) of every program to pass, in order."""
+        return (*self.opening, *((n, n) for n in self.stages))
+
     @model_validator(mode="after")
     def _stages_grow(self) -> StateRecallConfig:
-        every = [*self.opening, *self.stages]
-        if not self.stages or every != sorted(set(every)) or every[0] < 5:
-            raise ValueError(f"stages {every} must grow, from at least 5 (five variables need five indices)")
+        bits, swaps = [n for n, _ in self.curriculum], [n for _, n in self.curriculum]
+        grows = bits == sorted(bits) and swaps == sorted(swaps) and len(set(self.curriculum)) == len(bits)
+        if not self.stages or not grows or bits[0] < 5 or swaps[0] < 1:
+            raise ValueError(
+                f"opening {self.opening} and stages {self.stages} must grow, from at least 5 bits (five variables need "
+                "five indices) and one swap"
+            )
         return self

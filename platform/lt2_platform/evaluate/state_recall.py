@@ -5,7 +5,7 @@
     a, c = c, a;                  n times: a swap of two variables,
     assert bits[a] == ?           and what `a` then points at; only this is learned
 
-Shapes: B programs, L tokens, n swaps.
+Shapes: B programs, L tokens, n swaps. A size is (bits, swaps).
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ def vocab_size(largest: int) -> int:
     return NUMBER + largest
 
 
-def length(n: int) -> int:
-    """Tokens of a program with n bits and n swaps."""
-    return (2 * n + 4) + 20 + 17 * n
+def length(n_bits: int, n_swaps: int) -> int:
+    """Tokens of a program."""
+    return (2 * n_bits + 4) + 20 + 17 * n_swaps
 
 
-def programs(n: int, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """`count` programs with m = n.
+def programs(n_bits: int, n_swaps: int, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """`count` programs; the paper's stages have as many swaps as bits.
 
     Returns: tokens (B, L) int64; asked (B, n) int64, the place of every `?` (its bit stands there); moved (B, n) bool,
     whether `a` was in the swap before it.
     """
-    bits = rng.integers(0, 2, (count, n))
-    pointers = rng.permuted(np.tile(np.arange(n), (count, 1)), axis=1)[:, :5]
-    first = rng.integers(0, 5, (count, n))
-    second = (first + rng.integers(1, 5, (count, n))) % 5
+    bits = rng.integers(0, 2, (count, n_bits))
+    pointers = rng.permuted(np.tile(np.arange(n_bits), (count, 1)), axis=1)[:, :5]
+    first = rng.integers(0, 5, (count, n_swaps))
+    second = (first + rng.integers(1, 5, (count, n_swaps))) % 5
 
     row = np.arange(count)
     columns: list[np.ndarray] = []
     put = lambda text: columns.extend(np.full(count, ID[word]) for word in text.split(" "))  # noqa: E731
 
     put("bits = [")
-    for i in range(n):
+    for i in range(n_bits):
         columns.append(BIT + bits[:, i])
-        put("," if i < n - 1 else "]")
+        put("," if i < n_bits - 1 else "]")
     put("\n")
     put("a , b , c , d , e =")
     for i in range(5):
         columns.append(NUMBER + pointers[:, i])
         put("," if i < 4 else "\n")
     asked, answers = [], []
-    for swap in range(n):
+    for swap in range(n_swaps):
         x, y = first[:, swap], second[:, swap]
         for name, sign in ((x, ","), (y, "="), (y, ","), (x, ";")):
             columns.append(VARIABLES + name)
@@ -90,10 +90,10 @@ def read(tokens: np.ndarray) -> str:
     return " ".join(words).replace(" \n ", "\n").removesuffix(" \n")
 
 
-def batches(config: StateRecallConfig, n: int, step: int) -> Iterator[Batch]:
-    """Training batches from `step` on; each a function of the seed, n and its step."""
+def batches(config: StateRecallConfig, size: tuple[int, int], step: int) -> Iterator[Batch]:
+    """Training batches from `step` on; each a function of the seed, the size and its step."""
     while True:
-        made = programs(n, config.batch_size, np.random.default_rng([config.seed, n, step]))
+        made = programs(*size, config.batch_size, np.random.default_rng([config.seed, *size, step]))
         tokens = torch.from_numpy(made["tokens"])
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask.scatter_(1, torch.from_numpy(made["asked"]), True)
@@ -102,11 +102,13 @@ def batches(config: StateRecallConfig, n: int, step: int) -> Iterator[Batch]:
 
 
 @torch.inference_mode()
-def accuracy(model: LoopedLM, n: int, *, examples: int, seed: int, batch_size: int = 32) -> dict[str, float]:
+def accuracy(
+    model: LoopedLM, size: tuple[int, int], *, examples: int, seed: int, batch_size: int = 32
+) -> dict[str, float]:
     """Shares of right answers: of all asserts, of each program's last, and of those right after `a` moved."""
     device = model.embed.weight.device
     model.eval()
-    made = programs(n, examples, np.random.default_rng([seed, n, EVALUATION]))
+    made = programs(*size, examples, np.random.default_rng([seed, *size, EVALUATION]))
     hits = []
     for start in range(0, examples, batch_size):
         tokens = torch.from_numpy(made["tokens"][start : start + batch_size]).to(device)
@@ -131,7 +133,7 @@ def model_config(config: StateRecallConfig) -> ModelConfig:
         n_loops=config.n_loops,
         num_heads=config.num_heads,
         layout=config.layout,
-        max_seq_len=length(largest),
+        max_seq_len=length(largest, largest),
         rope_theta=config.rope_theta,
     )
 
@@ -141,7 +143,8 @@ def run_curriculum(
 ) -> dict[str, Any]:
     """Train through the stages and return {"n_max", "stage", "steps", "history"}; also in `<out>/result.json`.
 
-    history: {stage's n, step, all, final, moved} of every evaluation. n_max is 0 if not even the first one is passed.
+    history: {n (bits), swaps, step, loss, all, final, moved} of every evaluation. n_max is 0 if not even the first
+    stage is passed.
     Continues from the newest checkpoint under `out`, to the same bits on a CPU.
     """
     storage = Storage(out)
@@ -154,11 +157,11 @@ def run_curriculum(
     if newest := checkpoint.latest(f"{out}/checkpoints"):
         state = checkpoint.load(newest, model, optimizer)
         history = checkpoint.read_info(newest).train["history"]
-    while (n := current(config, history)) is not None:
+    while (size := current(config, history)) is not None:
         state = train(
             model,
             next_token_objective(),
-            batches(config, n, state.step),
+            batches(config, size, state.step),
             optimizer,
             lambda step: config.lr * min(1.0, (step + 1) / max(1, config.warmup_steps)),
             TrainConfig(
@@ -170,9 +173,11 @@ def run_curriculum(
             ),
             state,
         )
-        scores = accuracy(model, n, examples=config.eval_examples, seed=config.seed, batch_size=config.batch_size)
-        history.append({"n": n, "step": state.step, "loss": state.loss, **scores})
-        progress({"message": f"n {n}, accuracy {scores['all']:.3f}", "step": state.step, "accuracy": scores["all"]})
+        n, swaps = size
+        scores = accuracy(model, size, examples=config.eval_examples, seed=config.seed, batch_size=config.batch_size)
+        history.append({"n": n, "swaps": swaps, "step": state.step, "loss": state.loss, **scores})
+        message = f"{n} bits, {swaps} swaps: accuracy {scores['all']:.3f}"
+        progress({"message": message, "step": state.step, "accuracy": scores["all"]})
         checkpoint.save(
             f"{out}/checkpoints",
             model,
@@ -183,19 +188,23 @@ def run_curriculum(
             train={"history": history, "config": json.loads(config.model_dump_json())},
             keep=1,
         )
-    passed = [entry["n"] for entry in history if entry["all"] >= config.threshold]
-    n_max = max(passed, default=0)
-    stage = config.stages.index(n_max) + 1 if n_max in config.stages else 0
+    passed = sizes_passed(config, history)
+    n_max = max((n for n in config.stages if (n, n) in passed), default=0)
+    stage = config.stages.index(n_max) + 1 if n_max else 0
     result = {"n_max": n_max, "stage": stage, "steps": state.step, "history": history}
     storage.write_json("result.json", result)
     return result
 
 
-def current(config: StateRecallConfig, history: list[dict[str, Any]]) -> int | None:
-    """The n to train on next; None when the last stage is passed or a stage's steps are used up."""
-    passed = {entry["n"] for entry in history if entry["all"] >= config.threshold}
-    left = [n for n in (*config.opening, *config.stages) if n not in passed]
+def current(config: StateRecallConfig, history: list[dict[str, Any]]) -> tuple[int, int] | None:
+    """The size to train on next; None when the last stage is passed or a size's steps are used up."""
+    passed = sizes_passed(config, history)
+    left = [size for size in config.curriculum if size not in passed]
     if not left:
         return None
-    spent = sum(config.eval_every for entry in history if entry["n"] == left[0])
+    spent = sum(config.eval_every for entry in history if (entry["n"], entry["swaps"]) == left[0])
     return left[0] if spent < config.max_steps else None
+
+
+def sizes_passed(config: StateRecallConfig, history: list[dict[str, Any]]) -> set[tuple[int, int]]:
+    return {(entry["n"], entry["swaps"]) for entry in history if entry["all"] >= config.threshold}

@@ -132,8 +132,10 @@ def _fit(
     # A new name per attempt: Ray must not resume anything on its own.
     name = f"attempt-{len(storage.list('ray')) + 1:04d}"
     filesystem, path = storage.arrow_fs("ray")
-    # What the environment says, else this machine's share; a sweep's trials share a machine and say so.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_workers))
+    # Steps or trials side by side are told their share of this machine; else OMP_NUM_THREADS is the user's word.
+    cores = int(os.environ.get("LT2_CORES") or os.cpu_count() or 1)
+    said = None if "LT2_CORES" in os.environ else os.environ.get("OMP_NUM_THREADS")
+    threads = int(said or max(1, cores // num_workers))
     run_config = RunConfig(
         name=name,
         storage_path=path,

@@ -92,7 +92,7 @@ def test_windowed_attention_is_linear_in_memory(packed):
     doc_ids = (torch.arange(length)[None] // 1000) if packed else None
     with _LargestTensor() as seen:
         windowed_attention(q, k, v, window=window, doc_ids=doc_ids).sum().backward()
-    assert length * window <= seen.largest <= 2 * length * window
+    assert q.numel() <= seen.largest <= 2 * length * window
 
 
 def test_packed_causal_attention_builds_no_square_mask():

@@ -16,10 +16,11 @@ def config(**fields):
     return StateRecallConfig.model_validate({"layout": FULL, "batch_size": 4, "warmup_steps": 2, **small, **fields})
 
 
-@pytest.mark.parametrize("n", [5, 8, 13])
-def test_python_itself_agrees_with_every_assert(n):
-    made = programs(n, 4, np.random.default_rng(3))
-    assert made["tokens"].shape == (4, length(n))
+@pytest.mark.parametrize("size", [(5, 5), (8, 8), (13, 13), (9, 2), (6, 11)])
+def test_python_itself_agrees_with_every_assert(size):
+    made = programs(*size, 4, np.random.default_rng(3))
+    assert made["tokens"].shape == (4, length(*size))
+    assert made["asked"].shape == made["moved"].shape == (4, size[1])
     for tokens, asked, moved in zip(made["tokens"], made["asked"], made["moved"]):
         source = read(tokens).replace("bit", "")
         lines = source.replace("s = ", "bits = ", 1).replace("assert s", "assert bits").splitlines()
@@ -36,8 +37,8 @@ def test_python_itself_agrees_with_every_assert(n):
 
 
 def test_batches_are_a_function_of_their_step_and_learn_only_answers():
-    first, second = (next(batches(config(), 6, step)) for step in (0, 1))
-    stream = batches(config(), 6, 0)
+    first, second = (next(batches(config(), (6, 6), step)) for step in (0, 1))
+    stream = batches(config(), (6, 6), 0)
     next(stream)
     assert torch.equal(next(stream).tokens, second.tokens)
     assert not torch.equal(first.tokens, second.tokens)
@@ -60,21 +61,21 @@ def test_accuracy_of_a_model_that_knows_and_of_one_that_always_says_one(monkeypa
         def logits(self, hidden):
             return hidden
 
-    made = programs(6, 40, np.random.default_rng([0, 6, state_recall.EVALUATION]))
+    made = programs(6, 6, 40, np.random.default_rng([0, 6, 6, state_recall.EVALUATION]))
     # The last answer is not followed inside the input only if the program ended there; it ends with a newline.
-    assert accuracy(Oracle(True), 6, examples=40, seed=0) == {"all": 1.0, "final": 1.0, "moved": 1.0}
+    assert accuracy(Oracle(True), (6, 6), examples=40, seed=0) == {"all": 1.0, "final": 1.0, "moved": 1.0}
     truth = np.take_along_axis(made["tokens"], made["asked"], 1) == BIT + 1
     expected = {"all": truth.mean(), "final": truth[:, -1].mean(), "moved": truth[made["moved"]].mean()}
-    assert accuracy(Oracle(False), 6, examples=40, seed=0) == pytest.approx(expected)
+    assert accuracy(Oracle(False), (6, 6), examples=40, seed=0) == pytest.approx(expected)
 
 
 def test_stages_advance_stop_and_end():
-    entry = lambda n, score: {"n": n, "all": score}  # noqa: E731
+    entry = lambda n, score: {"n": n, "swaps": n, "all": score}  # noqa: E731
     limited = config(max_steps=8)
-    assert current(limited, []) == 5
-    assert current(limited, [entry(5, 0.5)]) == 5
+    assert current(limited, []) == (5, 5)
+    assert current(limited, [entry(5, 0.5)]) == (5, 5)
     assert current(limited, [entry(5, 0.5), entry(5, 0.6)]) is None
-    assert current(limited, [entry(5, 0.5), entry(5, 0.95)]) == 6
+    assert current(limited, [entry(5, 0.5), entry(5, 0.95)]) == (6, 6)
     assert current(limited, [entry(5, 0.95), entry(6, 0.9)]) is None
 
 
@@ -97,18 +98,28 @@ def test_a_curriculum_resumes_to_the_same_bits(tmp_path):
 
 
 def test_opening_programs_come_first_and_are_no_stage(tmp_path, monkeypatch):
-    entry = lambda n, score: {"n": n, "all": score}  # noqa: E731
-    settings = config(opening=(5,), stages=(6, 7), max_steps=8)
-    assert current(settings, []) == 5
-    assert current(settings, [entry(5, 0.95)]) == 6
+    entry = lambda swaps, score: {"n": 6, "swaps": swaps, "all": score}  # noqa: E731
+    settings = config(opening=((6, 1), (6, 3)), stages=(6, 7), max_steps=8)
+    assert current(settings, []) == (6, 1)
+    assert current(settings, [entry(1, 0.95)]) == (6, 3)
+    assert current(settings, [entry(1, 0.95), entry(3, 0.9)]) == (6, 6)
+    assert current(settings, [entry(1, 0.95), *[entry(3, 0.5)] * 2]) is None
     monkeypatch.setattr(state_recall, "accuracy", lambda *_, **__: {"all": 1.0, "final": 1.0, "moved": 1.0})
-    found = run_curriculum(config(opening=(5,), stages=(6,), max_steps=4), out=str(tmp_path))
-    assert [entry["n"] for entry in found["history"]] == [5, 6]
+    found = run_curriculum(config(opening=((6, 2),), stages=(6,), max_steps=4), out=str(tmp_path / "passed"))
+    assert [(entry["n"], entry["swaps"]) for entry in found["history"]] == [(6, 2), (6, 6)]
     assert (found["n_max"], found["stage"]) == (6, 1)
     assert state_recall.model_config(config()).rope_theta == 10_000
     assert state_recall.model_config(config(rope_theta=100)).rope_theta == 100
-    with pytest.raises(ValueError, match="must grow"):
-        config(opening=(8,), stages=(8, 16))
+    scores = iter([1.0, 0.0])  # the opening is passed, the stage of as many bits is not
+    monkeypatch.setattr(state_recall, "accuracy", lambda *_, **__: {"all": next(scores), "final": 0.0, "moved": 0.0})
+    found = run_curriculum(config(opening=((6, 2),), stages=(6,), max_steps=4), out=str(tmp_path / "failed"))
+    assert (found["n_max"], found["stage"]) == (0, 0)
+
+
+@pytest.mark.parametrize("opening", [((8, 8),), ((9, 1),), ((5, 2), (6, 1)), ((5, 0),), ((4, 1),), ((5, 1), (5, 1))])
+def test_bad_openings(opening):
+    with pytest.raises(ValueError, match="must grow, from at least 5"):
+        config(opening=opening, stages=(8, 16))
 
 
 def test_a_model_that_fails_the_first_stage_has_no_n_max(tmp_path):

@@ -1,0 +1,56 @@
+"""Which share of this machine's cores a process may use: of steps or trials that run side by side, each its part.
+
+More threads than cores are far worse than too few: PyTorch's wait by spinning, and two trainings with two threads each
+took ten times as long on two cores as with one thread each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Needing(Protocol):
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+
+
+def share(environment: Mapping[str, str], among: int) -> dict[str, str]:
+    """Variables that give a process its part of the cores that `environment` has; none where the user has set
+    OMP_NUM_THREADS."""
+    if "OMP_NUM_THREADS" in environment and "LT2_CORES" not in environment:
+        return {}
+    cores = int(environment.get("LT2_CORES") or os.cpu_count() or 1)
+    part = str(max(1, cores // among))
+    return {"LT2_CORES": part, "OMP_NUM_THREADS": part}
+
+
+def side_by_side(steps: Mapping[str, Needing]) -> dict[str, int]:
+    """Of each step, how many may run at the same time, itself included: a property of the graph, so that a step has the
+    same threads, and with them the same sums, whenever it runs. `steps` are in an order in which they can run."""
+    before: dict[str, set[str]] = {}
+    for name, step in steps.items():
+        known = [need for need in step.needs if need in steps]
+        before[name] = {*known}.union(*(before[need] for need in known))
+    return {
+        name: 1 + _widest({n for n in steps if n != name and n not in before[name] and name not in before[n]}, before)
+        for name in steps
+    }
+
+
+def _widest(names: set[str], before: Mapping[str, set[str]]) -> int:
+    """Size of the largest set of `names` without an order between them: all, less the most that can be chained to a
+    successor of their own (Dilworth)."""
+    chained_to: dict[str, str] = {}
+
+    def chain(name: str, tried: set[str]) -> bool:
+        for successor in names - tried:
+            if name in before[successor]:
+                tried.add(successor)
+                if successor not in chained_to or chain(chained_to[successor], tried):
+                    chained_to[successor] = name
+                    return True
+        return False
+
+    return len(names) - sum(chain(name, set()) for name in names)
