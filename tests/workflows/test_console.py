@@ -20,6 +20,7 @@ def test_progress_line():
     values = {"step": 1200, "steps": 4000, "loss": 3.21456, "tokens_per_s": 4210.4, "eta_s": 80}
     assert progress_line(values) == "step 1,200/4,000  loss 3.2146  4,210 tokens/s  ETA 1m20s"
     assert progress_line({"message": "reading"}) == "reading"
+    assert progress_line({"message": "copa", "batch": 3, "batches": 1250}) == "copa  batch 3/1,250"
 
 
 def test_progress_is_rewritten_in_place_and_cleared_before_the_next_line():

@@ -28,7 +28,7 @@ class Console:
                 return
             line = describe(event)
             if line:
-                self._clear()
+                self.clear()
                 print(line, file=self.stream, flush=True)
 
     def _progress(self, event: dict[str, Any]) -> None:
@@ -41,7 +41,8 @@ class Console:
             self._last_progress = time.monotonic()
             print(line, file=self.stream, flush=True)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Take a progress line off the terminal, before anything else is printed there."""
         if self._progress_shown:
             self.stream.write("\r" + " " * self._progress_shown + "\r")
             self._progress_shown = 0
@@ -88,6 +89,8 @@ def progress_line(values: dict[str, Any]) -> str:
         parts.append(f"ETA {duration(values['eta_s'])}")
     if values.get("message"):
         parts.append(values["message"])
+    if "batch" in values:
+        parts.append(f"batch {values['batch']:,}/{values['batches']:,}")
     return "  ".join(parts)
 
 

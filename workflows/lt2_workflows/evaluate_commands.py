@@ -162,7 +162,7 @@ def evaluate(
     from lt2_platform.evaluate.tasks import depth_table
     from lt2_platform.results import ResultsStore
     from lt2_platform.storage import Storage
-    from lt2_workflows.console import table
+    from lt2_workflows.console import Console, table
     from lt2_workflows.local_ray import join_ray, leave_ray
     from lt2_workflows.provenance import run_of_outside
 
@@ -181,9 +181,12 @@ def evaluate(
     out = root.join("evals", run, identity[:12])
     if actors:
         join_ray()
+    console = Console()
+    progress = lambda values: console.say({"event": "progress", "step": "evaluate", "values": values})  # noqa: E731
     try:
-        found = evaluate_anything(place, [config], out=out, loops=depths, actors=actors, progress=say)
+        found = evaluate_anything(place, [config], out=out, loops=depths, actors=actors, progress=progress)
     finally:
+        console.clear()
         leave_ray()
     store = ResultsStore(root)
     run_of_outside(store, run, place)
@@ -284,11 +287,6 @@ def evaluation_folder(root: Storage, name: str) -> str:
     if not root.exists(f"evals/{name}"):
         raise config_error(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
     return root.join("evals", name)
-
-
-def say(values: dict[str, Any]) -> None:
-    batch = f", batch {values['batch']}/{values['batches']}" if "batch" in values else ""
-    typer.echo(f"{values.get('message', '')}{batch}", err=True)
 
 
 def config_error(message: str) -> Exception:

@@ -123,6 +123,7 @@ class TrainResources(Resources):
     wandb "auto": what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run's folder.
     min_workers: with fewer than num_workers free, down to these, it trains all the same. evaluation: of checkpoints
     while it trains, on what it leaves free. profile_steps: first and last step of a profiler trace.
+    cpus_per_worker: reserved with Ray, and as many PyTorch threads; else each worker gets its part of this machine's.
     """
 
     min_workers: int | None = Field(default=None, ge=1)

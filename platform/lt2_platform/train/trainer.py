@@ -96,7 +96,8 @@ def pretrain(
         scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu)
         with _followed(storage, progress), _evaluated(spec, evaluation, use_gpu):
             settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb}
-            while (result := _fit(settings, storage, scaling, num_workers, max_failures)) is None:
+            threads = _threads(num_workers, cpus_per_worker)
+            while (result := _fit(settings, storage, scaling, threads, max_failures)) is None:
                 log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
     return close_run(spec, result)
 
@@ -125,17 +126,23 @@ def _scaling(num_workers: int, min_workers: int | None, cpus_per_worker: float |
     return ScalingConfig(num_workers=count, use_gpu=use_gpu, resources_per_worker={"CPU": cpus_per_worker})
 
 
+def _threads(num_workers: int, cpus_per_worker: float | None) -> int:
+    """PyTorch threads of a worker: the CPUs it asks for, else OMP_NUM_THREADS (1 in the driver of a Ray job), else its
+    part of this machine. Steps or trials side by side are told their share of the machine in LT2_CORES."""
+    if cpus_per_worker is not None:
+        return max(1, int(cpus_per_worker))
+    if "LT2_CORES" not in os.environ and "OMP_NUM_THREADS" in os.environ:
+        return int(os.environ["OMP_NUM_THREADS"])
+    return max(1, int(os.environ.get("LT2_CORES") or os.cpu_count() or 1) // num_workers)
+
+
 def _fit(
-    settings: dict[str, Any], storage: Storage, scaling: ScalingConfig, num_workers: int, max_failures: int
+    settings: dict[str, Any], storage: Storage, scaling: ScalingConfig, threads: int, max_failures: int
 ) -> dict[str, Any] | None:
     """One life of a worker group: the result, or None if it ended early because a worker was told to."""
     # A new name per attempt: Ray must not resume anything on its own.
     name = f"attempt-{len(storage.list('ray')) + 1:04d}"
     filesystem, path = storage.arrow_fs("ray")
-    # Steps or trials side by side are told their share of this machine; else OMP_NUM_THREADS is the user's word.
-    cores = int(os.environ.get("LT2_CORES") or os.cpu_count() or 1)
-    said = None if "LT2_CORES" in os.environ else os.environ.get("OMP_NUM_THREADS")
-    threads = int(said or max(1, cores // num_workers))
     run_config = RunConfig(
         name=name,
         storage_path=path,

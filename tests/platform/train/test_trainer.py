@@ -204,6 +204,25 @@ def test_errors_that_no_retry_cures_are_raised_as_themselves(tmp_path, local_ray
     assert ResultsStore(Storage(str(tmp_path))).run("run").state == "failed"
 
 
+@pytest.mark.parametrize(
+    ("environment", "cpus_per_worker", "expected"),
+    [
+        ({}, None, 4),  # of 8 cores, two workers
+        ({"LT2_CORES": "3", "OMP_NUM_THREADS": "3"}, None, 1),
+        ({"OMP_NUM_THREADS": "6"}, None, 6),
+        ({"OMP_NUM_THREADS": "1"}, 5.0, 5),
+        ({"LT2_CORES": "2", "OMP_NUM_THREADS": "2"}, 0.5, 1),
+    ],
+)
+def test_threads_of_a_worker(monkeypatch, environment, cpus_per_worker, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for name in ("LT2_CORES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert trainer._threads(2, cpus_per_worker) == expected
+
+
 def test_a_request_the_cluster_can_never_meet_fails_at_once(tmp_path, local_ray):
     write_dataset(tmp_path / "data")
     with pytest.raises(ConfigError, match="2 workers need 6 CPUs, the cluster has 2; lower num_workers or add nodes"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every dataset that is not a hub's
     settings, texts = definition_of(name, record)
     shots = settings.get("num_fewshot", 0) if config.num_fewshot is None else config.num_fewshot
     fixed = (settings.get("fewshot_config") or {}).get("samples") is not None  # examples are part of the definition

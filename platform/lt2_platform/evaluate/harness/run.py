@@ -99,7 +99,6 @@ def evaluate(
 def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, out: str) -> list[dict[str, Any]]:
     from lm_eval import evaluator
 
-    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # it warns about every dataset that is not a hub's
     definition.task.set_fewshot_seed(config.seed)
     found: Any = evaluator.evaluate(
         lm, {"tasks": {name: definition.task}}, limit=config.limit, bootstrap_iters=1000, log_samples=True
