@@ -1,5 +1,7 @@
 """The state-recall step through its workflow record."""
 
+import pytest
+
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
@@ -21,7 +23,28 @@ def test_a_small_curriculum_and_what_it_stores(tmp_path):
     (run,) = ResultsStore(storage).runs()
     assert run.config["layout"]["mixer"]["type"] == "full"
     assert run.last["accuracy"][0] == result["steps"]
+    assert run.state == "finished"
     assert 0 <= stored["state_recall/state_recall_5/final"] <= 1
+
+
+def test_curves_are_there_while_it_learns_and_whole_after_a_cut(tmp_path):
+    layout = {"type": "uniform", "mixer": {"type": "full"}}
+    sizes = {"dim": 16, "n_layers": 1, "num_heads": 2, "stages": [5], "batch_size": 2, "eval_examples": 4}
+    record = {"type": "state_recall", "layout": layout, "max_steps": 6, "eval_every": 2, "warmup_steps": 0, **sizes}
+    workflow = workflow_from_record({"workflow": "w", "steps": {"small": record | {"threshold": 1}}}, source="test")
+    storage = Storage(str(tmp_path))
+
+    def cut(values):
+        assert [run.state for run in ResultsStore(storage).runs()] == ["running"]
+        if values["step"] == 4:
+            raise KeyboardInterrupt
+
+    step = workflow.steps["small"]
+    with pytest.raises(KeyboardInterrupt):
+        run_state_recall(step.config, StepContext(storage, workflow, step, cut))
+    result = run_state_recall(step.config, StepContext(storage, workflow, step, lambda values: None))
+    curve = ResultsStore(storage).metrics(result["run"], ["accuracy"])
+    assert curve["step"].to_pylist() == [2, 4, 6]
 
 
 def test_the_sweep_covers_the_paper():

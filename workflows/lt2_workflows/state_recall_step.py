@@ -39,7 +39,16 @@ def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str,
     from lt2_platform.evaluate.state_recall import run_curriculum
     from lt2_platform.results import ResultsStore
 
-    found = run_curriculum(config.inner, out=context.out, progress=context.progress)
+    store = ResultsStore(context.storage)
+    settings = json.loads(config.inner.model_dump_json())
+    with store.create_run(context.run_id, {"config": settings, "step": context.step.id}) as run:
+
+        def evaluated(entry: dict[str, Any]) -> None:
+            run.log(entry["step"], {"loss": entry["loss"], "accuracy": entry["all"]})
+            message = f"{entry['n']} bits, {entry['swaps']} swaps: accuracy {entry['all']:.3f}"
+            context.progress({"message": message, "step": entry["step"], "accuracy": entry["all"]})
+
+        found = run_curriculum(config.inner, out=context.out, evaluated=evaluated)
     rows = [
         {"task": task(entry["n"], entry["swaps"]), "metric": metric, "value": entry[metric], "step": entry["step"]}
         for entry in found["history"]
@@ -47,10 +56,5 @@ def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str,
     ]
     summary = {"task": "state_recall", "step": found["steps"]}
     rows += [{**summary, "metric": name, "value": found[name]} for name in ("n_max", "stage")]
-    store = ResultsStore(context.storage)
-    settings = json.loads(config.inner.model_dump_json())
-    with store.create_run(context.run_id, {"config": settings, "step": context.step.id}) as run:
-        for entry in found["history"]:
-            run.log(entry["step"], {"loss": entry["loss"], "accuracy": entry["all"]})
     store.log_eval(context.run_id, "state_recall", rows)
     return {"run": context.run_id, **{name: found[name] for name in ("n_max", "stage", "steps")}}

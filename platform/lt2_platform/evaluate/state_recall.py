@@ -139,17 +139,21 @@ def model_config(config: StateRecallConfig) -> ModelConfig:
 
 
 def run_curriculum(
-    config: StateRecallConfig, *, out: str, progress: Callable[[dict[str, Any]], None] = lambda values: None
+    config: StateRecallConfig, *, out: str, evaluated: Callable[[dict[str, Any]], None] = lambda entry: None
 ) -> dict[str, Any]:
     """Train through the stages and return {"n_max", "stage", "steps", "history"}; also in `<out>/result.json`.
 
     history: {n (bits), swaps, step, loss, all, final, moved} of every evaluation. n_max is 0 if not even the first
     stage is passed.
-    Continues from the newest checkpoint under `out`, to the same bits on a CPU.
+    Continues from the newest checkpoint under `out`, to the same bits on a CPU. `evaluated` is called with each entry
+    of the history as it is made, and again with those that are found.
     """
     storage = Storage(out)
     if storage.exists("result.json"):
-        return storage.read_json("result.json")
+        result = storage.read_json("result.json")
+        for entry in result["history"]:
+            evaluated(entry)
+        return result
     architecture = model_config(config)
     model = build(architecture, seed=config.seed, device="cuda" if torch.cuda.is_available() else "cpu")
     optimizer = adamw(model, lr=config.lr)
@@ -157,6 +161,8 @@ def run_curriculum(
     if newest := checkpoint.latest(f"{out}/checkpoints"):
         state = checkpoint.load(newest, model, optimizer)
         history = checkpoint.read_info(newest).train["history"]
+        for entry in history:
+            evaluated(entry)
     while (size := current(config, history)) is not None:
         state = train(
             model,
@@ -176,8 +182,7 @@ def run_curriculum(
         n, swaps = size
         scores = accuracy(model, size, examples=config.eval_examples, seed=config.seed, batch_size=config.batch_size)
         history.append({"n": n, "swaps": swaps, "step": state.step, "loss": state.loss, **scores})
-        message = f"{n} bits, {swaps} swaps: accuracy {scores['all']:.3f}"
-        progress({"message": message, "step": state.step, "accuracy": scores["all"]})
+        evaluated(history[-1])
         checkpoint.save(
             f"{out}/checkpoints",
             model,
