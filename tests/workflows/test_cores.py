@@ -62,4 +62,4 @@ def test_shares_of_the_cores(monkeypatch):
     assert share({}, 100) == {"LT2_CORES": "1", "OMP_NUM_THREADS": "1"}
     # A sweep's trial divides its own part further.
     assert share(share({}, 2), 2) == {"LT2_CORES": "2", "OMP_NUM_THREADS": "2"}
-    assert share({"OMP_NUM_THREADS": "5"}, 2) == {}
+    assert share({"OMP_NUM_THREADS": "5", "HOME": "/"}, 2) == {"OMP_NUM_THREADS": "5"}

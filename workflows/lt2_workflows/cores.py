@@ -17,10 +17,10 @@ class Needing(Protocol):
 
 
 def share(environment: Mapping[str, str], among: int) -> dict[str, str]:
-    """Variables that give a process its part of the cores that `environment` has; none where the user has set
-    OMP_NUM_THREADS."""
+    """Variables that give a process its part of the cores that `environment` has; an OMP_NUM_THREADS of the user's
+    stays."""
     if "OMP_NUM_THREADS" in environment and "LT2_CORES" not in environment:
-        return {}
+        return {"OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]}
     cores = int(environment.get("LT2_CORES") or os.cpu_count() or 1)
     part = str(max(1, cores // among))
     return {"LT2_CORES": part, "OMP_NUM_THREADS": part}
