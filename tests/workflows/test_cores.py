@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from lt2_workflows.cores import share, side_by_side
+from lt2_platform.cores import share
+from lt2_workflows.cores import side_by_side
 from lt2_workflows.loading import load_workflow
 
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
+from lt2_platform.cores import share
 from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
-from lt2_workflows.cores import share, side_by_side
+from lt2_workflows.cores import side_by_side
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
 from lt2_workflows.local_ray import ray_head
 from lt2_workflows.provenance import drift, provenance

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
+from lt2_platform.cores import share
 from lt2_platform.evaluate import ablations
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount, table
-from lt2_workflows.cores import share
 from lt2_workflows.graph import STEP_TYPES, Workflow, step_type
 from lt2_workflows.local_ray import join_ray
 from lt2_workflows.records import TTL_S, step_state

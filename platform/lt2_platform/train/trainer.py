@@ -21,6 +21,7 @@ from ray.train.torch import TorchTrainer
 
 from lt2.config import ConfigError
 from lt2.training import NonFiniteLossError, PreemptedError
+from lt2_platform.cores import share
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.storage import Storage
@@ -128,12 +129,10 @@ def _scaling(num_workers: int, min_workers: int | None, cpus_per_worker: float |
 
 def _threads(num_workers: int, cpus_per_worker: float | None) -> int:
     """PyTorch threads of a worker: the CPUs it asks for, else OMP_NUM_THREADS (1 in the driver of a Ray job), else its
-    part of this machine. Steps or trials side by side are told their share of the machine in LT2_CORES."""
+    part of this machine's cores, or of what a step or trial that runs beside others has of them."""
     if cpus_per_worker is not None:
         return max(1, int(cpus_per_worker))
-    if "LT2_CORES" not in os.environ and "OMP_NUM_THREADS" in os.environ:
-        return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, int(os.environ.get("LT2_CORES") or os.cpu_count() or 1) // num_workers)
+    return int(share(os.environ, num_workers)["OMP_NUM_THREADS"])
 
 
 def _fit(
