@@ -1,22 +1,40 @@
-"""A few minutes of learning: small byte-level models on the standard library's own source, T = 1 and 4, by layout."""
+"""Minutes of learning, T = 1 and 4, by layout: small byte-level models on the standard library's own source, and
+state-based recall. The models learn side by side, each in a process of its own: alone, none keeps a card busy.
+
+All stop when the time is up. Compare `held_out_loss` at equal `steps`; the speed of models side by side says nothing.
+"""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import sysconfig
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.device import device
-from benchmarks.gpu.models import model_config
+from benchmarks.gpu.models import FULL, GDN, hybrid, model_config, uniform
 from lt2.config import ModelConfig
 from lt2.loss import next_token_objective
 from lt2.model import build
 from lt2.optim import adamw, warmup_cosine
 from lt2.training import Batch, TrainConfig, TrainState, train
+from lt2_platform.evaluate import state_recall_programs as recall
+from lt2_platform.evaluate.config import StateRecallConfig
+
+STEPS, EVERY = 1000, 100
+TRACKING = {**GDN, "allow_neg_eigval": True}
+RECALL_LAYOUTS = {"full": uniform(FULL), "gdn": uniform(TRACKING), "full+gdn": hybrid(FULL, TRACKING, "1:1")}
+# What learns in minutes on two cores (LOG.md, "state-based recall").
+RECALL: dict[str, Any] = {
+    "n_layers": 2, "dim": 64, "num_heads": 2, "stages": (8, 16, 32, 64), "opening": tuple((5, n) for n in (1, 2, 3, 5)),
+    "max_steps": 6000, "eval_every": 250, "batch_size": 16, "lr": 3e-3, "warmup_steps": 50, "rope_theta": 100.0,
+}  # fmt: skip
 
 
 def corpus() -> torch.Tensor:
@@ -43,30 +61,64 @@ def held_out_loss(model: torch.nn.Module, data: torch.Tensor, length: int, batch
     return total / count
 
 
-def part(dry_run: bool, only: set[str] | None, deadline: float = 110.0) -> Iterator[dict[str, Any]]:
+def language(name: str, n_loops: int, until: float, dry_run: bool) -> dict[str, Any]:
+    """Held-out loss in nats per byte, every 100 steps and where the time ended (`until`, of time.time())."""
     data = corpus()
     split = int(len(data) * 0.95)
-    length, batch, steps = (32, 2, 3) if dry_run else (512, 32, 300)
-    started = time.perf_counter()
-    for name in ("full+gdn", "full", "gdn"):
-        if only is not None and name not in only:
-            continue
-        for n_loops in (4, 1):
-            row: dict[str, Any] = {"part": "learning", "model": name, "n_loops": n_loops}
-            row |= {"steps": steps, "length": length}
-            if time.perf_counter() - started > deadline:
-                yield {**row, "skipped": "time"}
-                continue
-            base = model_config(name, "tiny", n_layers=5, n_loops=n_loops)
-            config = ModelConfig(**base.model_dump() | {"vocab_size": 256, "dim": 64 if dry_run else 512})
-            model = build(config, device=device())
-            optimizer = adamw(model, lr=1e-3)
-            begin = time.perf_counter()
-            train(
-                model, next_token_objective(), windows(data[:split], batch, length, seed=1), optimizer,
-                warmup_cosine(lr=1e-3, steps=steps, warmup_steps=1 if dry_run else 30),
-                TrainConfig(steps=steps, global_batch_size=batch, lr=1e-3, log_every=50), TrainState(),
-            )  # fmt: skip
-            row["train_seconds"] = time.perf_counter() - begin
-            row["held_out_loss"] = held_out_loss(model, data[split:], length, 2 if dry_run else 20)
-            yield row
+    steps, every, length, batch = (4, 2, 32, 2) if dry_run else (STEPS, EVERY, 512, 32)
+    base = model_config(name, "tiny", n_layers=5, n_loops=n_loops)
+    config = ModelConfig(**base.model_dump() | {"vocab_size": 256, "dim": 64 if dry_run else 512})
+    model = build(config, device=device())
+    optimizer = adamw(model, lr=1e-3)
+    batches = windows(data[:split], batch, length, seed=1)
+    schedule = warmup_cosine(lr=1e-3, steps=steps, warmup_steps=1 if dry_run else 30)
+    state, curve = TrainState(), {}
+    while state.step < steps and (not curve or time.time() < until):
+        settings = TrainConfig(steps=state.step + every, global_batch_size=batch, lr=1e-3, log_every=every)
+        state = train(model, next_token_objective(), batches, optimizer, schedule, settings, state)
+        curve[state.step] = round(held_out_loss(model, data[split:], length, 2 if dry_run else 20), 4)
+    return {"steps": state.step, "held_out_loss": curve[state.step], "curve": curve}
+
+
+def state_recall(name: str, n_loops: int, until: float, dry_run: bool) -> dict[str, Any]:
+    """How far along the curriculum the model came: the size it was at, and its accuracy there."""
+    quick = {"stages": (5,), "opening": (), "max_steps": 4, "eval_every": 4, "eval_examples": 8} if dry_run else {}
+    settings = StateRecallConfig.model_validate({"layout": RECALL_LAYOUTS[name], "n_loops": n_loops, **RECALL, **quick})
+    model = build(recall.model_config(settings), seed=0, device=device())
+    optimizer = adamw(model, lr=settings.lr)
+    state, history = TrainState(), []
+    while (size := recall.current(settings, history)) is not None and (not history or time.time() < until):
+        state, entry = recall.practise(settings, model, optimizer, size, state)
+        history.append(entry)
+    passed = recall.sizes_passed(settings, history)
+    last = history[-1]
+    return {
+        "steps": state.step,
+        "n_max": max((n for n in settings.stages if (n, n) in passed), default=0),
+        "at": f"{last['n']} bits, {last['swaps']} swaps",
+        "accuracy": last["all"],
+    }
+
+
+TASKS = {"language": language, "state_recall": state_recall}
+
+
+def learn(task: str, name: str, n_loops: int, until: float, dry_run: bool) -> dict[str, Any]:
+    """One model's failure is a result; the others still get theirs."""
+    row = {"part": "learning", "task": task, "model": name, "n_loops": n_loops}
+    try:
+        return row | TASKS[task](name, n_loops, until, dry_run)
+    except Exception as error:
+        return row | {"ok": False, "failure": f"{type(error).__name__}: {error}"[:400]}
+
+
+def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
+    until = time.time() + 0.75 * seconds
+    names = [name for name in ("full+gdn", "full", "gdn") if only is None or name in only]
+    jobs = [(*job, until, dry_run) for job in itertools.product(TASKS, names, (4, 1))]
+    if dry_run or not jobs:
+        yield from itertools.starmap(learn, jobs)
+        return
+    with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for finished in as_completed([pool.submit(learn, *job) for job in jobs]):
+            yield finished.result()

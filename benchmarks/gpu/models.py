@@ -16,8 +16,8 @@ def uniform(mixer: dict[str, Any]) -> dict[str, Any]:
     return {"type": "uniform", "mixer": mixer}
 
 
-def hybrid(attention: dict[str, Any], mixer: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "hybrid", "attention": attention, "mixer": mixer, "ratio": "1:4"}
+def hybrid(attention: dict[str, Any], mixer: dict[str, Any], ratio: str = "1:4") -> dict[str, Any]:
+    return {"type": "hybrid", "attention": attention, "mixer": mixer, "ratio": ratio}
 
 
 LAYOUTS = {

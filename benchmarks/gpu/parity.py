@@ -124,7 +124,7 @@ def check_safely(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, 
     return rows
 
 
-def part(dry_run: bool, only: set[str] | None) -> Iterator[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
     """Mixers in parallel processes: nearly all of the time is the compilation of kernels, on the CPU's cores."""
     mixers = [mixer for mixer in sorted(mixer_types()) if only is None or mixer in only]
     cases = [(mixer, dtype, 70 if dry_run else 300) for dtype in (torch.bfloat16, torch.float32) for mixer in mixers]

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.decode import inference_model
-from benchmarks.gpu.device import device, seconds
+from benchmarks.gpu.device import device, median_seconds, stopwatch
 from benchmarks.gpu.models import model_config
 from lt2.model import LoopedLM
 
 
-def part(dry_run: bool, only: set[str] | None, deadline: float = 80.0) -> Iterator[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
     size, n_layers = ("tiny", 5) if dry_run else ("1.3b", 20)
     cells = [(1, 16), (2, 32)] if dry_run else [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (8, 32768)]
-    started = time.perf_counter()
+    late = stopwatch(seconds)
     for name in ("full+gdn", "full", "gdn", "gdn+dsa"):
         if only is not None and name not in only:
             continue
         model = inference_model(model_config(name, size, n_layers=n_layers), compile=False)
         for batch, context in cells:
             row = {"part": "prefill", "model": name, "batch": batch, "context": context}
-            if time.perf_counter() - started > deadline:
+            if late(0.8):
                 yield {**row, "skipped": "time"}
                 continue
             yield {**row, **one(model, batch, context)}
@@ -45,7 +44,7 @@ def one(model: LoopedLM, batch: int, context: int) -> dict[str, Any]:
             cache.rewind(0)
             model.logits(model(ids, cache=cache).hidden[:, -1])
 
-        elapsed = seconds(prefill, warmups=1, repeats=2)
+        elapsed = median_seconds(prefill, warmups=1, repeats=2)
         memory = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.device import ceilings, device
-from benchmarks.gpu.models import LAYOUTS, model_config
+from benchmarks.gpu.device import device, matmul_flops, stopwatch
+from benchmarks.gpu.models import model_config
 from lt2.accounting import parameters, training_flops
 from lt2.config import ModelConfig
 from lt2.layout import layout
@@ -69,7 +70,9 @@ def ours(config: ModelConfig, batch: int, length: int, *, recompute: bool, compi
         model, next_token_objective(), random_batches(config.vocab_size, batch, length), optimizer,
         warmup_cosine(lr=1e-4, steps=steps), train_config, TrainState(), [clock], sharding=sharding,
     )  # fmt: skip
-    return measured(clock.times, batch * length)
+    settings = TrainConfig(steps=steps, global_batch_size=batch, activation_checkpoint=recompute)
+    plan = plan_memory(config, settings, length, device_type=device().type, sharded=sharding is not None)
+    return measured(clock.times, batch * length) | {"planned_memory_gib": plan.total / 2**30}
 
 
 def peer(config: ModelConfig, batch: int, length: int, *, recompute: bool, steps: int) -> dict[str, Any]:
@@ -116,12 +119,13 @@ def fresh() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def part(dry_run: bool, only: set[str] | None, deadline: float = 170.0) -> Iterator[dict[str, Any]]:
+def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
+    """Each case's own row, then its peer's: `implementation` "lt2" or "fla layers"."""
+    late = stopwatch(seconds)
     if device().type == "cuda" and not dist.is_initialized():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
         dist.init_process_group("nccl", rank=0, world_size=1)
-    limit = ceilings(dry_run)["matmul_flops"]
-    started = time.perf_counter()
+    limit = matmul_flops(dry_run)
     for name, size, batch, recompute, compile in CASES:
         if only is not None and name not in only:
             continue
@@ -129,32 +133,22 @@ def part(dry_run: bool, only: set[str] | None, deadline: float = 170.0) -> Itera
         config = model_config(name, "tiny" if dry_run else size, n_layers=n_layers, vocab_size=32_768, max_seq_len=4096)
         row: dict[str, Any] = {
             "part": "training", "model": name, "size": size, "n_layers": n_layers, "n_loops": config.n_loops,
-            "batch": batch, "length": length, "recompute": recompute, "compile": compile,
-            "parameters": parameters(config).total, "layout": LAYOUTS[name]["type"],
+            "batch": batch, "length": length, "recompute": recompute, "parameters": parameters(config).total,
         }  # fmt: skip
-        if time.perf_counter() - started > deadline:
-            yield {**row, "skipped": "time"}
-            continue
-        fresh()
-        try:
-            flops = training_flops(config, length)
-            steps = 2 if dry_run else 7
-            row |= ours(config, batch, length, recompute=recompute, compile=compile and not dry_run, steps=steps)
-            settings = TrainConfig(steps=steps, global_batch_size=batch, activation_checkpoint=recompute)
-            plan = plan_memory(config, settings, length, device_type=device().type, sharded=device().type == "cuda")
-            row["planned_memory_gib"] = plan.total / 2**30  # beside peak_memory_gib
-            row["mfu_measured_ceiling"] = row["tokens_per_s"] * flops / limit
-            row["mfu_nominal"] = row["tokens_per_s"] * flops / NOMINAL_FLOPS
-        except Exception as error:  # the remaining cases still get their figures
-            row["failure"] = f"{type(error).__name__}: {error}"[:600]
+        steps = 2 if dry_run else 7
+        compiled = compile and not dry_run
+        runs = {"lt2": partial(ours, config, batch, length, recompute=recompute, compile=compiled, steps=steps)}
         if name in PEERS and not dry_run:
+            runs["fla layers"] = partial(peer, config, batch, length, recompute=recompute, steps=steps)
+        for implementation, run in runs.items():
+            if late(0.8):
+                yield {**row, "implementation": implementation, "skipped": "time"}
+                continue
             fresh()
             try:
-                theirs = peer(config, batch, length, recompute=recompute, steps=6)
-                row["peer_tokens_per_s"] = theirs["tokens_per_s"]
-                row["peer_peak_memory_gib"] = theirs["peak_memory_gib"]
-                if "tokens_per_s" in row:
-                    row["ratio"] = row["tokens_per_s"] / theirs["tokens_per_s"]
-            except Exception as error:
-                row["peer_failure"] = f"{type(error).__name__}: {error}"[:600]
-        yield row
+                found = run()
+                flops = found["tokens_per_s"] * training_flops(config, length)
+                found |= {"mfu_measured_ceiling": flops / limit, "mfu_nominal": flops / NOMINAL_FLOPS}
+            except Exception as error:  # the remaining cases still get their figures
+                found = {"ok": False, "failure": f"{type(error).__name__}: {error}"[:600]}
+            yield {**row, "implementation": implementation, **found}
