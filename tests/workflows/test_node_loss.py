@@ -21,7 +21,7 @@ from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.checkpoint import load_model
-from lt2_workflows.sweep_command import sweep_workflow
+from lt2_workflows.commands.sweeps import sweep_workflow
 from tests.platform.evaluate.items import arc, write
 from tests.platform.evaluate.tiny import model, save
 from tests.platform.train.packed import write_dataset

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows import (
-    cluster_commands,
-    diagnose_command,
-    evaluate_commands,
-    model_commands,
-    remote_commands,
-    sweep_command,
-)
+from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, sweeps
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -56,13 +49,13 @@ TtlOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-app.add_typer(evaluate_commands.pack_app, name="pack")
-app.command("eval")(evaluate_commands.evaluate)
-app.command("compare")(evaluate_commands.compare)
-app.command("paper-table")(evaluate_commands.paper_table)
-for remote in (remote_commands.submit, remote_commands.resume, remote_commands.logs, remote_commands.cancel):
+app.add_typer(evaluation.pack_app, name="pack")
+app.command("eval")(evaluation.evaluate)
+app.command("compare")(evaluation.compare)
+app.command("paper-table")(evaluation.paper_table)
+for remote in (jobs.submit, jobs.resume, jobs.logs, jobs.cancel):
     app.command()(remote)
-app.add_typer(cluster_commands.cluster, name="cluster")
+app.add_typer(clusters.cluster, name="cluster")
 
 
 class Terminated(KeyboardInterrupt):
@@ -115,7 +108,7 @@ def run(
 
 @app.command()
 def sweep(
-    name: sweep_command.NameArgument,
+    name: sweeps.NameArgument,
     set_: SetOption = None,
     grid: Annotated[
         list[str] | None,
@@ -134,9 +127,7 @@ def sweep(
     """Run a sweep: every trial a training run and its evaluation, the paper's table beside ours at the end."""
     from lt2_workflows.plan import describe_plan
 
-    workflow = sweep_command.sweep_workflow(
-        name, set_ or [], grid or [], seeds, {"asha": asha, "concurrent": concurrent}
-    )
+    workflow = sweeps.sweep_workflow(name, set_ or [], grid or [], seeds, {"asha": asha, "concurrent": concurrent})
     if plan:
         typer.echo(describe_plan(workflow, _storage(storage)))
         return
@@ -225,7 +216,7 @@ def generate(
     from lt2_platform.data.tokenize import encode, load_tokenizer
     from lt2_platform.train.checkpoint import load_model
 
-    model, _, info = load_model(model_commands.find_checkpoint(_storage(storage), checkpoint))
+    model, _, info = load_model(models.find_checkpoint(_storage(storage), checkpoint))
     tokenizer = load_tokenizer(info["file"] or "byte")
     (tokens,) = continue_tokens(
         model,
@@ -240,11 +231,11 @@ def generate(
     typer.echo(text + tokenizer.decode(tokens))
 
 
-app.command("check-mixer")(model_commands.check_mixer)
-app.command()(model_commands.export)
-app.command()(model_commands.checkpoints)
-app.add_typer(model_commands.bench, name="bench")
-app.command()(diagnose_command.diagnose)
+app.command("check-mixer")(models.check_mixer)
+app.command()(models.export)
+app.command()(models.checkpoints)
+app.add_typer(models.bench, name="bench")
+app.command()(diagnosis.diagnose)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -66,7 +66,7 @@ def workflow_from_record(
     configs = {}
     types = {raw.get("type") for raw in record["steps"].values() if isinstance(raw, dict)}
     if not types <= STEP_TYPES.keys():
-        from lt2_workflows import distill_steps, retention_steps  # noqa: F401  register the shipped types
+        from lt2_workflows import steps, sweeps  # noqa: F401  register the shipped types
     for name, raw in record["steps"].items():
         place = _place(source, lines, ("steps", name, "type"))
         if not isinstance(raw, dict) or raw.get("type") not in STEP_TYPES:

@@ -58,8 +58,9 @@ def describe_costs(
 def planned_training(config: StepConfig, context: StepContext) -> Training | str | None:
     """What a step trains; why that is not known yet; None: it trains nothing."""
     from lt2_workflows.cost import Training
-    from lt2_workflows.distill_steps import DistillStep, planned_stage
-    from lt2_workflows.steps import PretrainStep, dataset_facts, planned_model
+    from lt2_workflows.steps.distill import DistillStep, planned_stage
+    from lt2_workflows.steps.prepare import dataset_facts
+    from lt2_workflows.steps.pretrain import PretrainStep, planned_model
 
     if isinstance(config, PretrainStep):
         model, seq_len = planned_model(config, context)

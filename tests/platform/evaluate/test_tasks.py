@@ -18,7 +18,7 @@ from lt2_platform.train.checkpoint import load_model
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import workflow_from_record
-from lt2_workflows.steps import EvaluateStep, run_evaluate
+from lt2_workflows.steps.evaluate import EvaluateStep, run_evaluate
 from tests.platform.evaluate.tiny import model, save
 from tests.platform.train.packed import write_dataset
 

@@ -13,17 +13,21 @@ from lt2_platform.data.source_configs import DclmConfig, OpenThoughtsConfig
 from lt2_platform.distill.run import NEW_MIXER
 from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
 from lt2_platform.train.config import PretrainModel
-from lt2_workflows.distill_steps import DistillStep, ImportOuroStep, SelectionRef, SelectLayersStep
 from lt2_workflows.graph import StepConfig, Workflow
-from lt2_workflows.retention_steps import ItemsStep, RetentionStep
 from lt2_workflows.steps import (
     CheckpointRef,
     DatasetRef,
+    DistillStep,
     EvaluateStep,
     EvaluationRef,
+    ImportOuroStep,
+    ItemsStep,
     PackRef,
     PrepareStep,
     PretrainStep,
+    RetentionStep,
+    SelectionRef,
+    SelectLayersStep,
     TrainResources,
 )
 

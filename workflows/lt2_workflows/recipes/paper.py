@@ -16,20 +16,22 @@ from lt2_platform.data.source_configs import OpenThoughtsConfig
 from lt2_platform.distill.run import NEW_MIXER
 from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
 from lt2_platform.train.config import PretrainModel
-from lt2_workflows.distill_steps import DistillStep, SelectionRef, SelectLayersStep
-from lt2_workflows.document_step import DocumentStep
 from lt2_workflows.graph import Ref, StepConfig, Workflow
 from lt2_workflows.recipes.distill import probes, retention, select
 from lt2_workflows.recipes.models import paper_model
 from lt2_workflows.recipes.pretrain import pretrain_13b
-from lt2_workflows.retention_steps import ItemsStep
 from lt2_workflows.steps import (
     CheckpointRef,
     DatasetRef,
+    DistillStep,
+    DocumentStep,
     EvaluateStep,
+    ItemsStep,
     PackRef,
     PrepareStep,
     PretrainStep,
+    SelectionRef,
+    SelectLayersStep,
     TrainResources,
 )
 

@@ -13,7 +13,7 @@ from lt2.mixer_configs import (
     WindowConfig,
 )
 from lt2_workflows.graph import Workflow
-from lt2_workflows.state_recall_step import StateRecallStep
+from lt2_workflows.steps import StateRecallStep
 from lt2_workflows.sweeps import SweepStep, TrialConfig
 
 FULL, GDN = FullConfig(), GatedDeltaNetConfig(allow_neg_eigval=True)

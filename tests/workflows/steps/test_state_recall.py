@@ -6,7 +6,7 @@ from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.loading import load_workflow, workflow_from_record
-from lt2_workflows.state_recall_step import run_state_recall
+from lt2_workflows.steps.state_recall import run_state_recall
 
 
 def test_a_small_curriculum_and_what_it_stores(tmp_path):

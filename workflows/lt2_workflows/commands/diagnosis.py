@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lt2_workflows.evaluate_commands import JsonOption, StorageOption, config_error, located
+from lt2_workflows.commands.evaluation import JsonOption, StorageOption, config_error, located
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage

@@ -22,7 +22,7 @@ from lt2_workflows.console import amount, table
 from lt2_workflows.graph import STEP_TYPES, Workflow, step_type
 from lt2_workflows.local_ray import join_ray
 from lt2_workflows.records import TTL_S, step_state
-from lt2_workflows.sweeps import SweepStep, Trial, training_step
+from lt2_workflows.sweeps.config import SweepStep, Trial, training_step
 
 if TYPE_CHECKING:
     from lt2_platform.results import ResultsStore
@@ -147,7 +147,7 @@ def run_trials(
             "ended": trial.name in known,  # only its curve is of interest, to the scheduler
         }
     if len(known) < len(config.expanded):
-        from lt2_workflows.sweep_tune import tune_trials  # Ray Tune
+        from lt2_workflows.sweeps.tune import tune_trials  # Ray Tune
 
         tune_trials(config, jobs, context, folder)
     records = [context.storage.read_json(f"{folder}/{trial.name}.json") for trial in config.expanded]

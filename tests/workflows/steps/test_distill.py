@@ -8,13 +8,14 @@ from lt2.config import ConfigError
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, trainer, worker
-from lt2_workflows import steps
 from lt2_workflows.attempt import StepContext
-from lt2_workflows.distill_steps import run_distill, run_select_layers
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.plan import describe_plan
-from lt2_workflows.retention_steps import run_retention
+from lt2_workflows.steps import pretrain
+from lt2_workflows.steps.distill import run_distill
+from lt2_workflows.steps.retention import run_retention
+from lt2_workflows.steps.select_layers import run_select_layers
 from tests.lt2.interop.test_ouro import OURO
 from tests.platform.distill.stages import GDN, write_teacher
 from tests.platform.train.packed import train_config
@@ -155,7 +156,7 @@ def in_this_process(config, *, num_workers, sources, data, out, run_id, storage_
 
 def test_a_stage_through_its_step(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "pretrain", in_this_process)
-    monkeypatch.setattr(steps, "join_ray", dict)
+    monkeypatch.setattr(pretrain, "join_ray", dict)
     teacher = write_teacher(tmp_path, steps=4)
     train = train_config(steps=3, objective={"type": "align"}).model_dump(mode="json")
     step = {"type": "distill", "data": str(tmp_path / "data"), "teacher": teacher, "mixer": GDN, "train": train}

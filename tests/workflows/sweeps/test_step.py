@@ -15,11 +15,11 @@ from lt2.config import ConfigError
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
+from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.records import died_here
-from lt2_workflows.sweep_command import sweep_workflow
-from lt2_workflows.sweep_step import run_shared
-from lt2_workflows.sweep_trial import replayed
+from lt2_workflows.sweeps.step import run_shared
+from lt2_workflows.sweeps.trial import replayed
 from tests.workflows.conftest import FAKE_STEPS, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ from pydantic import Field
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import table
 from lt2_workflows.graph import StepConfig, step_type
-from lt2_workflows.steps import CheckpointRef, DatasetRef, EvaluationRef
+from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, EvaluationRef
 
 
 class ItemsStep(StepConfig):

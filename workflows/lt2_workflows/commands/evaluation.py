@@ -268,7 +268,7 @@ def harness_config(suite: str, **fields: Any) -> HarnessConfig:
 
 def located(root: Storage, name: str) -> tuple[str, str]:
     """(where the model is, name of its run in the results store)."""
-    from lt2_workflows.model_commands import find_checkpoint
+    from lt2_workflows.commands.models import find_checkpoint
 
     place = find_checkpoint(root, name)
     if place != name:

@@ -14,8 +14,8 @@ from lt2_platform.evaluate import diagnostics
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
-from lt2_workflows.diagnose_command import data_of
-from lt2_workflows.model_commands import doubling, find_checkpoint
+from lt2_workflows.commands.diagnosis import data_of
+from lt2_workflows.commands.models import doubling, find_checkpoint
 from tests.platform.evaluate.tiny import model, save
 from tests.platform.train.packed import write_dataset
 
@@ -119,7 +119,7 @@ def test_lengths_double_and_end_at_the_longest():
     assert doubling(300, 300) == [300]
 
 
-GOLDEN = Path(__file__).parents[1] / "platform" / "train" / "golden"
+GOLDEN = Path(__file__).parents[2] / "platform" / "train" / "golden"
 
 
 def test_export_certifies_a_checkpoint_and_refuses_an_existing_folder(tmp_path):

@@ -30,7 +30,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def run_trial(config: dict[str, Any], jobs: dict[str, dict[str, Any]]) -> None:
-    """A Tune trainable. `config["trial"]` names one of `jobs`, plain JSON that `lt2_workflows.sweep_step` makes.
+    """A Tune trainable. `config["trial"]` names one of `jobs`, plain JSON that `lt2_workflows.sweeps.step` makes.
 
     Reports {"step", "loss"} of the job's watched step and at the end {"outcome": as `outcome` returns it}.
     """

@@ -13,8 +13,8 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from lt2.accounting import parameters
 from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
-from lt2_workflows.sweep_trial import run_trial
-from lt2_workflows.sweeps import SweepStep, Trial, sized, training_step
+from lt2_workflows.sweeps.config import SweepStep, Trial, sized, training_step
+from lt2_workflows.sweeps.trial import run_trial
 
 HEAD = "node:__internal_head__"  # a resource that every cluster's head has
 DRIVERS = "tune_driver"  # one that a cluster may have, to say where trials are driven from

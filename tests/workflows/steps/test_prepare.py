@@ -10,7 +10,7 @@ from lt2_platform.data.sources import describe, files_of
 from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.graph import Workflow, fingerprint
-from lt2_workflows.steps import PrepareStep, check_prepare, describe_prepare
+from lt2_workflows.steps.prepare import PrepareStep, check_prepare, describe_prepare
 
 
 @pytest.mark.parametrize(

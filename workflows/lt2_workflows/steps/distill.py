@@ -1,0 +1,155 @@
+"""The step that distils: one stage of making a student of a teacher.
+
+Importing this module imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lt2.config import AnyMixer, MixerConfig, ModelConfig
+from lt2.distill.select import uniform_layers
+from lt2.train_config import TrainConfig
+from lt2_platform.distill.run import DistillRun, stage_config
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.console import amount
+from lt2_workflows.graph import Ref, StepConfig, step_type
+from lt2_workflows.steps.prepare import dataset_facts
+from lt2_workflows.steps.pretrain import PretrainStep, TrainResources, planned_model, train_options
+from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, SelectionRef, TopKRef
+from lt2_workflows.steps.select_layers import SelectLayersStep
+from lt2_workflows.steps.teacher import ImportOuroStep
+
+
+class DistillStep(StepConfig):
+    """One stage: `train.objective` is align (stage 1) or distill (stages 2 and 3).
+
+    Attributes:
+        teacher: a run or checkpoint with the same attention in every layer.
+        student: a run or checkpoint of an earlier stage to start from; None: the teacher, converted.
+        mixer, kept: as of DistillRun; kept may be what a select_layers step chose.
+        topk: the teacher's stored top-k, in place of asking it at every step.
+        score_sequences: held-out sequences on which the distance to the teacher is measured afterwards.
+    """
+
+    produces: ClassVar[str] = "checkpoint"
+    uses_ray: ClassVar[bool] = True
+    type: Literal["distill"] = "distill"
+    resources: TrainResources = TrainResources()
+    data: DatasetRef | str
+    teacher: CheckpointRef | str
+    student: CheckpointRef | str | None = None
+    mixer: AnyMixer | None = None
+    kept: SelectionRef | tuple[int, ...] | None = None
+    topk: TopKRef | str | None = None
+    score_sequences: int = Field(default=32, ge=1)
+    train: TrainConfig
+
+    @model_validator(mode="after")
+    def _objective(self) -> DistillStep:
+        if self.train.objective.type == "next_token":
+            raise ValueError("train.objective is next_token; give align (stage 1) or distill (stages 2 and 3)")
+        return self
+
+
+def describe_distill(config: DistillStep, context: StepContext) -> str:
+    """Objective, tokens and, where the teacher's config is known before it runs, parameters and FLOPs."""
+    from lt2.accounting import parameters
+    from lt2_workflows.cost import flops_per_token
+    from lt2_workflows.plan import planned_training
+
+    train = config.train
+    seq_len = dataset_facts(config.data, context, vocab_size=1)["seq_len"]
+    tokens = train.steps * train.global_batch_size * seq_len
+    parts = [f"{train.objective.type}, {train.steps:,} steps, {amount(tokens)} tokens in rows of {seq_len:,}"]
+    _, kept = planned_student(config, context)
+    where = f"the choice of {kept.step}" if isinstance(kept, SelectionRef) else list(kept) or "no layer"
+    parts.append(f"attention kept in {where}")
+    run = planned_training(config, context)
+    if not isinstance(run, str | None):
+        flops = amount(tokens * flops_per_token(run, "none"))
+        parts.append(f"{amount(parameters(run.model).total)} parameters, {flops} FLOPs with the teacher's")
+    return "; ".join(parts)
+
+
+def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfig, ModelConfig] | None:
+    """(student, teacher) of a stage before anything has run; None where nothing tells the teacher's config yet."""
+    teacher = planned_teacher(config.teacher, context)
+    if teacher is None:
+        return None
+    mixer, kept = planned_student(config, context)
+    if isinstance(kept, SelectionRef):  # which layers they are hardly matters here
+        source = context.workflow.configs[kept.step]
+        kept = uniform_layers(teacher.n_layers, source.count if isinstance(source, SelectLayersStep) else 0)
+    return stage_config(DistillRun(mixer=mixer, kept=kept, train=config.train), teacher, None).model, teacher
+
+
+def planned_teacher(teacher: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
+    """The teacher's config: of a checkpoint, or as far as the workflow or the Ouro folder it imports tells it."""
+    if isinstance(teacher, str):
+        from lt2_platform.train.checkpoint import CheckpointError, read_info, resolve
+
+        try:
+            return read_info(resolve(teacher)).model
+        except CheckpointError:  # a plan may be made before its inputs are
+            return None
+    source = context.workflow.configs[teacher.step]
+    if isinstance(source, ImportOuroStep):
+        return source.model
+    return planned_model(source, context)[0] if isinstance(source, PretrainStep) else None
+
+
+def planned_student(
+    config: DistillStep, context: StepContext
+) -> tuple[MixerConfig | None, tuple[int, ...] | SelectionRef]:
+    """(mixer, layers that keep attention or who chooses them), from this stage or the stages it starts from."""
+    mixer, kept, student = config.mixer, config.kept, config.student
+    while (mixer is None or kept is None) and isinstance(student, Ref):
+        before = context.workflow.configs[student.step]
+        if not isinstance(before, DistillStep):
+            break
+        mixer, student = mixer or before.mixer, before.student
+        kept = before.kept if kept is None else kept
+    return mixer, () if kept is None else kept
+
+
+@step_type(DistillStep, describe=describe_distill)
+def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
+    """Result: as of run_pretrain, and "kept", and "kl" and "kl_loops" to the teacher on held-out text (nats/token)."""
+    from lt2_platform.distill.measure import checkpoint_kl
+    from lt2_platform.distill.run import distill
+    from lt2_platform.results import ResultsStore
+    from lt2_platform.train.checkpoint import read_info, resolve
+
+    teacher = context.path(config.teacher)
+    others = {name: getattr(config, name) for name in ("student", "topk")}
+    places = {name: None if place is None else context.path(place) for name, place in others.items()}
+    kept = config.kept
+    if isinstance(kept, SelectionRef):
+        kept = tuple(context.result(kept)["kept"])
+    data = context.path(config.data)
+    options = train_options(config.resources, context)
+    run = DistillRun(mixer=config.mixer, kept=kept, train=config.train)
+    summary = distill(run, teacher=teacher, **places, data=data, **options)
+    checkpoint = resolve(context.out)
+    layout: Any = read_info(checkpoint).model.layout
+    context.progress({"message": "distance to the teacher on held-out text"})
+    found = checkpoint_kl(
+        checkpoint,
+        teacher,
+        data,
+        max_sequences=config.score_sequences,
+        document_mask=config.train.document_mask,
+    )
+    asked = config.teacher
+    named = context.workflow.steps[asked.step].id if isinstance(asked, Ref) else asked
+    row = {"task": "distillation", "n": found["tokens"], "unit": "nats/token", "step": summary["step"]}
+    row["teacher"] = named  # a run's name, or the path that was given
+    rows = [row | {"metric": "teacher_kl", "value": found["kl"]}]
+    rows += [row | {"metric": f"teacher_kl_loop_{loop}", "value": kl} for loop, kl in enumerate(found["kl_loops"])]
+    ResultsStore(context.storage).log_eval(context.run_id, "distillation", rows)
+    result = {key: value for key, value in summary.items() if key != "checkpoint"}
+    measured = {"kl": found["kl"], "kl_loops": found["kl_loops"]}
+    return {"run": context.run_id, **result, "kept": list(layout.kept), **measured}

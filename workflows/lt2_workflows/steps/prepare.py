@@ -1,0 +1,95 @@
+"""The step that packs text as tokens.
+
+Importing this module imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from lt2.config import ConfigError
+from lt2_platform.data.prepare import PrepareConfig, prepare
+from lt2_platform.data.source_configs import STDLIB, describe, paths_of
+from lt2_platform.data.sources import changed_since
+from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.storage import absolute, filesystem
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.graph import Ref, StepConfig, step_type
+from lt2_workflows.local_ray import join_ray
+from lt2_workflows.steps.refs import DatasetRef
+
+
+class PrepareStep(StepConfig, PrepareConfig):
+    """Text to a packed, tokenised dataset; see PrepareConfig."""
+
+    produces: ClassVar[str] = "dataset"
+    uses_ray: ClassVar[bool] = True
+    type: Literal["prepare"] = "prepare"
+
+    @property
+    def inner(self) -> PrepareConfig:
+        return PrepareConfig.model_validate({name: getattr(self, name) for name in PrepareConfig.model_fields})
+
+
+def check_prepare(config: PrepareStep) -> None:
+    """Raise ConfigError for a tokenizer or source that is not there."""
+    load_tokenizer(config.tokenizer)
+    for source in paths_of(config.source):
+        if source == STDLIB:
+            continue
+        location = absolute(source)
+        fs = filesystem(location)
+        found = fs.glob(location) if any(character in source for character in "*?[") else fs.exists(location)
+        if not found:
+            raise ConfigError(f"prepare.source {source} does not exist; give a file, folder, glob or {STDLIB}")
+
+
+def describe_prepare(config: PrepareStep, context: StepContext) -> str:
+    how = ", tokenised while training" if config.tokenize == "on_the_fly" else ""
+    text = f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}{how}"
+    return text + _corpus_changes(config, context)
+
+
+def _corpus_changes(config: PrepareStep, context: StepContext) -> str:
+    """A finished dataset stays what it is; whoever plans with it should know that its corpus does not."""
+    path = f"{context.step.folder}/out/manifest.json"
+    if not context.storage.exists(path):
+        return ""
+    made = context.storage.fs.modified(context.storage.join(path)).timestamp()
+    try:
+        changes = changed_since(config.parts, context.storage.read_json(path)["sources"], made)
+    except ConfigError:  # the corpus is not here, or no longer: the dataset does not need it
+        return ""
+    more = f" and {len(changes) - 1:,} more" if len(changes) > 1 else ""
+    return f"; THE CORPUS HAS CHANGED since: {changes[0]}{more}. The dataset is used as it is" if changes else ""
+
+
+@step_type(PrepareStep, check=check_prepare, describe=describe_prepare)
+def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
+    """Result: the manifest without its file lists."""
+    join_ray()
+    manifest = prepare(config.inner, context.out)
+    kept = ("documents", "sequences", "tokens", "unigram_entropy")
+    splits = {name: {key: split[key] for key in kept} for name, split in manifest["splits"].items()}
+    return {
+        "tokenizer": manifest["tokenizer"],
+        "seq_len": manifest["seq_len"],
+        "splits": splits,
+        "quarantine": manifest["quarantine"],
+    }
+
+
+def dataset_facts(data: DatasetRef | str, context: StepContext, *, vocab_size: int | None) -> dict[str, Any]:
+    """The dataset's manifest; before it is prepared, the part of it that its step's config determines.
+
+    A model that gives its own vocab_size can be planned where the tokenizer's file is not.
+    """
+    from lt2_platform.data.stream import load_manifest
+
+    source = context.workflow.configs[data.step] if isinstance(data, Ref) else None
+    if source is None or context.storage.exists(context.storage.relative(context.path(data)) + "/manifest.json"):
+        return load_manifest(context.path(data))
+    assert isinstance(source, PrepareStep)
+    if vocab_size is None:
+        vocab_size = load_tokenizer(source.tokenizer).vocab_size
+    return {"seq_len": source.seq_len, "tokenizer": {"name": source.tokenizer, "vocab_size": vocab_size}}

@@ -1,0 +1,119 @@
+"""The step that trains a looped model.
+
+Importing this module imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lt2.config import ModelConfig
+from lt2.train_config import TrainConfig
+from lt2_platform.train.config import PretrainConfig, PretrainModel, TrainingEvaluation, resolve_model
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.console import amount
+from lt2_workflows.graph import Resources, StepConfig, step_type
+from lt2_workflows.local_ray import join_ray
+from lt2_workflows.steps.prepare import dataset_facts
+from lt2_workflows.steps.refs import DatasetRef
+
+
+class TrainResources(Resources):
+    """Where training runs. None lets Ray's cluster decide: a GPU per worker if it has as many.
+
+    data_reader: packed shards are read ahead by Ray Data's tasks, or by each worker itself; the batches are the same.
+    wandb "auto": what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run's folder.
+    min_workers: with fewer than num_workers free, down to these, it trains all the same. evaluation: of checkpoints
+    while it trains, on what it leaves free. profile_steps: first and last step of a profiler trace.
+    cpus_per_worker: reserved with Ray, and as many PyTorch threads; else each worker gets its part of this machine's.
+    """
+
+    min_workers: int | None = Field(default=None, ge=1)
+    evaluation: TrainingEvaluation | None = None
+    profile_steps: tuple[int, int] | None = None
+    cpus_per_worker: float | None = Field(default=None, gt=0)
+    use_gpu: bool | None = None
+    worker_failures: int = Field(default=3, ge=0)
+    data_reader: Literal["ray", "direct"] = "ray"
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainResources:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(f"min_workers {self.min_workers} is more than num_workers {self.num_workers}")
+        return self
+
+
+class PretrainStep(StepConfig):
+    """Train a looped model; see PretrainConfig. model.vocab_size None follows the data's tokenizer."""
+
+    produces: ClassVar[str] = "checkpoint"
+    uses_ray: ClassVar[bool] = True
+    type: Literal["pretrain"] = "pretrain"
+    resources: TrainResources = TrainResources()
+    data: DatasetRef | str
+    model: PretrainModel
+    train: TrainConfig
+
+
+def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
+    """Parameters, tokens and FLOPs, from the data if it is there, else from its tokenizer."""
+    from lt2.accounting import summarize
+
+    model, seq_len = planned_model(config, context)
+    cost = summarize(model, seq_len)
+    tokens = config.train.steps * config.train.global_batch_size * seq_len
+    return (
+        f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled), "
+        f"{config.train.steps:,} steps, {amount(tokens)} tokens, "
+        f"{amount(tokens * cost['training_flops_per_token'])} FLOPs, "
+        f"cache {amount(cost['cache_bytes_per_sequence'])}B per sequence of {seq_len:,}"
+    )
+
+
+def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConfig, int]:
+    """The model with its vocabulary, and the length of the data's rows, whether the data is there yet or not."""
+    manifest = dataset_facts(config.data, context, vocab_size=config.model.vocab_size)
+    return resolve_model(config.model, manifest, "the data"), manifest["seq_len"]
+
+
+@step_type(PretrainStep, describe=describe_pretrain)
+def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
+    """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.trainer.pretrain returns it."""
+    from lt2_platform.train.trainer import pretrain
+
+    summary = pretrain(
+        PretrainConfig(model=config.model, train=config.train),
+        data=context.path(config.data),
+        **train_options(config.resources, context),
+    )
+    # A result must mean the same when the storage has been moved: no full paths in it.
+    return {"run": context.run_id} | {key: value for key, value in summary.items() if key != "checkpoint"}
+
+
+def train_options(resources: TrainResources, context: StepContext) -> dict[str, Any]:
+    """What `pretrain` is told of where it runs and whose run it is; joins Ray."""
+    from lt2_workflows.provenance import provenance
+
+    cluster = join_ray()
+    use_gpu = resources.use_gpu
+    if use_gpu is None:
+        use_gpu = cluster.get("GPU", 0) >= resources.num_workers
+    return {
+        "out": context.out,
+        "run_id": context.run_id,
+        "storage_root": context.storage.root,
+        "num_workers": resources.num_workers,
+        "min_workers": resources.min_workers,
+        "evaluation": resources.evaluation,
+        "profile_steps": resources.profile_steps,
+        "cpus_per_worker": resources.cpus_per_worker,
+        "use_gpu": use_gpu,
+        "max_failures": resources.worker_failures,
+        "data_reader": resources.data_reader,
+        "wandb": resources.wandb,
+        "progress": context.progress,
+        "info": {"workflow": context.workflow.id, "step": context.step.id, **provenance()},
+    }

@@ -1,0 +1,104 @@
+"""The steps that provide a teacher: an Ouro import, and the top-k of its logits stored ahead.
+
+Importing this module imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lt2.config import ConfigError, ModelConfig
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.console import amount
+from lt2_workflows.graph import Resources, StepConfig, step_type
+from lt2_workflows.local_ray import join_ray
+from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
+
+
+class ImportOuroStep(StepConfig):
+    """An Ouro checkpoint's folder as a run of ours, so that it can be a teacher and be evaluated.
+
+    tokenizer: as prepare's; None takes the folder's tokenizer.json. expected: the model's config, for plans made where
+    the folder is not.
+    """
+
+    produces: ClassVar[str] = "checkpoint"
+    type: Literal["import_ouro"] = "import_ouro"
+    folder: str
+    tokenizer: str | None = None
+    expected: ModelConfig | None = None
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The config in the folder, else the one that is expected there."""
+        from lt2.interop.ouro import config_from_ouro
+
+        file = Path(self.folder, "config.json")
+        return config_from_ouro(json.loads(file.read_text())) if file.is_file() else self.expected
+
+
+def check_import_ouro(config: ImportOuroStep) -> None:
+    """Raise ConfigError when there is no model in the folder."""
+    if not Path(config.folder, "config.json").is_file():
+        raise ConfigError(f"teacher folder {config.folder} has no config.json; give that of an Ouro checkpoint")
+
+
+def describe_import_ouro(config: ImportOuroStep, context: StepContext) -> str:
+    from lt2.accounting import parameters
+
+    size = "" if config.model is None else f" of {amount(parameters(config.model).total)} parameters"
+    return f"{config.folder} -> a checkpoint{size} in fp32"
+
+
+@step_type(ImportOuroStep, check=check_import_ouro, describe=describe_import_ouro)
+def run_import_ouro(config: ImportOuroStep, context: StepContext) -> dict[str, Any]:
+    """Result: {"run", "step", "position", "tokens", "loss"}."""
+    from lt2_platform.distill.teacher import store_ouro
+
+    return {"run": context.run_id} | store_ouro(config.folder, context.out, tokenizer=config.tokenizer)
+
+
+class TopKResources(Resources):
+    """num_workers tasks at a time; each loads the teacher, on `gpus_per_worker` of a GPU if there is one."""
+
+    gpus_per_worker: float = Field(default=1.0, ge=0)
+
+
+class TeacherTopKStep(StepConfig):
+    """The teacher's top-k of every training sequence, stored over Ray Data (see lt2_platform.distill.topk)."""
+
+    produces: ClassVar[str] = "teacher_topk"
+    uses_ray: ClassVar[bool] = True
+    type: Literal["teacher_topk"] = "teacher_topk"
+    resources: TopKResources = TopKResources()
+    teacher: CheckpointRef | str
+    data: DatasetRef | str
+    k: int = Field(default=64, ge=1)
+    final_only: bool = False
+    document_mask: bool = False
+    batch_size: int = Field(default=4, ge=1)
+
+
+@step_type(TeacherTopKStep, describe=lambda config, context: f"top {config.k} logits of every training token")
+def run_teacher_topk(config: TeacherTopKStep, context: StepContext) -> dict[str, Any]:
+    """Result: the manifest without identities."""
+    from lt2_platform.distill.topk import store_top_k
+
+    gpus = join_ray().get("GPU", 0)
+    record = store_top_k(
+        teacher=context.path(config.teacher),
+        data=context.path(config.data),
+        out=context.out,
+        k=config.k,
+        final_only=config.final_only,
+        document_mask=config.document_mask,
+        batch_size=config.batch_size,
+        parallelism=config.resources.num_workers,
+        num_gpus=config.resources.gpus_per_worker if gpus else 0,
+        progress=context.progress,
+    )
+    return {name: record[name] for name in ("k", "loops", "sequences", "seq_len")}
