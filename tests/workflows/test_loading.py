@@ -63,6 +63,7 @@ def test_setting_the_same_type_keeps_its_siblings():
         ("quickstrat", [], "unknown recipe 'quickstrat'; did you mean 'quickstart'"),
         ("no/such.py:f", [], "recipe file no/such.py does not exist"),
         (f"{FAKE_STEPS}:chian", [], "has no function 'chian'; did you mean 'chain'"),
+        (FAKE_STEPS, [], f"say which of its functions is the recipe, {FAKE_STEPS}:NAME (known: "),
         ("missing.yaml", [], "recipe record missing.yaml does not exist"),
         (CHAIN, ["first.lnies=3"], "first.lnies: unknown key 'lnies'; did you mean 'lines'?"),
         (CHAIN, ["frist.lines=3"], "--set frist.lines: unknown step 'frist'; did you mean 'first'?"),

@@ -31,7 +31,7 @@ def load_workflow(recipe: str, overrides: Sequence[str] = ()) -> Workflow:
     A shipped recipe may take one argument, as in pretrain_13b:gdn+dsa.
     """
     lines: dict[tuple[str, ...], int] = {}
-    path, _, function = recipe.rpartition(":")
+    path, _, function = (recipe + ":" if recipe.endswith(".py") else recipe).rpartition(":")
     if Path(recipe).suffix in RECORD_SUFFIXES:
         record, lines = _read_record(recipe)
     elif path.endswith(".py"):
@@ -52,9 +52,13 @@ def shipped_recipes() -> dict[str, Callable[..., Workflow]]:
         module = importlib.import_module(f"{recipes.__name__}.{info.name}")
         for name, function in inspect.getmembers(module, inspect.isfunction):
             own = function.__module__ == module.__name__ and not name.startswith("_")
-            if own and function.__annotations__.get("return") in (Workflow, "Workflow"):
+            if own and _is_recipe(function):
                 found[name] = function
     return found
+
+
+def _is_recipe(value: Any) -> bool:
+    return inspect.isfunction(value) and value.__annotations__.get("return") in (Workflow, "Workflow")
 
 
 def workflow_from_record(
@@ -171,6 +175,9 @@ def _function_in_file(path: str, function: str) -> Callable[[], Workflow]:
     found = getattr(module, function, None)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        if not function:
+            own = [name for name, _ in inspect.getmembers(module, _is_recipe)]
+            raise ConfigError(f"{path}: say which of its functions is the recipe, {path}:NAME{nearest('', own)}")
         raise ConfigError(f"{path} has no function {function!r}{nearest(function, names)}")
     return cast(Callable[[], Workflow], found)
 
