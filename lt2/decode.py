@@ -9,7 +9,28 @@ import torch
 from torch import Tensor
 
 from lt2.cache import Cache
+from lt2.layers import SwiGLU
+from lt2.mixers.delta import GatedDeltaNet
 from lt2.model import LoopedLM
+
+
+def merge_projections(model: LoopedLM) -> None:
+    """In place, for decoding: the projections of one input become rows of one matrix, and so one kernel.
+
+    The layers' own weights become views of it: names, parameters and memory stay what they are. Do it last, as moving
+    or casting the model afterwards would part them. With gradients on, the layers' own weights are used.
+    """
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            projections = [module.qkv_proj, module.gate_proj, module.ab_proj]
+        elif isinstance(module, SwiGLU):
+            projections = [module.gate_proj, module.up_proj]
+        else:
+            continue
+        layers = [layer for layer in projections if layer is not None]
+        module.in_weight = torch.cat([layer.weight.data for layer in layers])
+        for layer, rows in zip(layers, module.in_weight.split([layer.out_features for layer in layers])):
+            layer.weight.data = rows
 
 
 class GreedyStep:

@@ -16,13 +16,19 @@ from lt2.sequence import SequenceInfo
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
+    in_weight: Tensor | None
+
     def __init__(self, dim: int, hidden: int):
         super().__init__()
         self.gate_proj = nn.Linear(dim, hidden, bias=False)
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, dim, bias=False)
+        self.register_buffer("in_weight", None, persistent=False)  # gate, up: lt2.decode.merge_projections
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, D) -> (B, L, D)
+        if self.in_weight is not None and not torch.is_grad_enabled():
+            gate, up = F.linear(x, self.in_weight).chunk(2, dim=-1)
+            return self.down_proj(F.silu(gate) * up)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -14,7 +14,8 @@ from lt2.cache import LayerCache
 from lt2.config import Dims
 from lt2.layers import GatedRMSNorm, ShortConv
 from lt2.mixer_configs import DeltaNetConfig, GatedDeltaNetConfig, KimiDeltaConfig
-from lt2.mixers.recurrent import init_decay, log_decay, run_delta_rule, split_heads, split_qkv
+from lt2.mixers.recurrent import init_decay, is_step, log_decay, run_delta_rule, split_heads, split_qkv
+from lt2.ops import dispatch
 from lt2.sequence import SequenceInfo
 
 
@@ -49,6 +50,8 @@ class DeltaNet(nn.Module):
 class GatedDeltaNet(nn.Module):
     """S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T (Yang et al. 2024; paper Table 1)."""
 
+    in_weight: Tensor | None
+
     def __init__(self, config: GatedDeltaNetConfig, dims: Dims):
         super().__init__()
         H, K, V = self.heads = config.heads(dims)
@@ -60,6 +63,7 @@ class GatedDeltaNet(nn.Module):
         self.o_norm = GatedRMSNorm(V, dims.norm_eps)
         self.A_log = nn.Parameter(torch.empty(H))
         self.dt_bias = nn.Parameter(torch.empty(H))
+        self.register_buffer("in_weight", None, persistent=False)  # qkv, gate, ab: lt2.decode.merge_projections
         self.beta_scale = 2.0 if config.allow_neg_eigval else 1.0
 
     def init_special(self) -> None:
@@ -68,6 +72,8 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: Tensor, spec: GatedDeltaNetConfig, seq: SequenceInfo, cache: LayerCache | None
     ) -> tuple[Tensor, None]:
+        if cache is not None and self.decodes_fused(x, seq, cache):
+            return self.decoded(x, cache), None
         qkv = self.qkv_proj(x)
         qkv = self.conv(qkv, seq, cache) if self.conv is not None else F.silu(qkv)
         q, k, v = split_qkv(qkv, self.heads)
@@ -79,6 +85,29 @@ class GatedDeltaNet(nn.Module):
 
         gate = split_heads(self.gate_proj(x), self.heads[0]) if self.gate_proj is not None else None
         return self.o_proj(self.o_norm(o, gate).flatten(2)), None
+
+    def decodes_fused(self, x: Tensor, seq: SequenceInfo, cache: LayerCache) -> bool:
+        """Whether one kernel can do all of a decode step that is no product with weights."""
+        fits = self.conv is not None and max(self.heads[1:]) <= 128 and cache["state"].dtype == torch.float32
+        return fits and is_step(x, seq) and not torch.is_grad_enabled() and dispatch.triton_runs(x)
+
+    def decoded(self, x: Tensor, cache: LayerCache) -> Tensor:  # (B, 1, D) -> (B, 1, D)
+        from lt2.ops.delta_decode_kernel import delta_decode
+
+        dispatch.announce("gated delta decode step", x.device.type, "triton")
+        (H, K, V), x = self.heads, x[:, 0]
+        if self.in_weight is not None:
+            qkv = gate = ab = F.linear(x, self.in_weight)
+            gate_at, ab_at = H * (2 * K + V), self.in_weight.shape[0] - 2 * H
+        else:
+            qkv, ab, gate_at, ab_at = self.qkv_proj(x), self.ab_proj(x), 0, 0
+            gate = None if self.gate_proj is None else self.gate_proj(x)
+        assert self.conv is not None
+        o = delta_decode(
+            qkv, cache["conv"], self.conv.weight, None if self.gate_proj is None else gate, gate_at, ab, ab_at,
+            self.A_log, self.dt_bias, self.o_norm.weight, cache["state"], self.o_norm.eps, self.beta_scale,
+        )  # fmt: skip
+        return self.o_proj(o)[:, None]
 
 
 class KimiDeltaAttention(nn.Module):

@@ -94,14 +94,25 @@ def announce(op: str, device: str, backend: str, reason: str = "") -> None:
     log.log(level, "%s on %s: %s%s", op, device, backend, f" ({reason})" if reason else "")
 
 
+def triton_runs(tensor: Tensor) -> bool:
+    """Whether our own Triton kernels run on `tensor`: on CUDA, and on a CPU under Triton's interpreter."""
+    return tensor.is_cuda or (tensor.device.type == "cpu" and _interpreted())
+
+
 @_constant_when_compiled
-def scalar_gate_backward_is_broken() -> bool:
-    """True on Hopper with Triton 3.4.0 <= v < 3.7.1 and no tilelang: fla's scalar-gated backward (GDN, Mamba2,
-    RetNet) raises there because the compiler miscompiles it (fla issue 640). The per-channel kernels are not
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@_constant_when_compiled
+def scalar_gate_backward_is_broken(delta: bool = True) -> bool:
+    """True on Hopper with Triton 3.4.0 <= v < 3.7.1: fla's scalar-gated backward (GDN, Mamba2, RetNet) raises there
+    because the compiler miscompiles it (fla issue 640). tilelang stands in for the delta rule only: without it fla
+    keeps states in fp32, which its tilelang kernel refuses beside half inputs. The per-channel kernels are not
     affected."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return False
-    return (3, 4, 0) <= _triton_version() < (3, 7, 1) and not _installed("tilelang")
+    return (3, 4, 0) <= _triton_version() < (3, 7, 1) and not (delta and _installed("tilelang"))
 
 
 def startup_problems() -> list[str]:
@@ -111,11 +122,12 @@ def startup_problems() -> list[str]:
     problems = []
     if not _installed("triton") or not _installed("fla"):
         problems.append("fla is not installed: linear mixers run on plain PyTorch; install the `cuda` extra")
-    elif scalar_gate_backward_is_broken():
+    elif scalar_gate_backward_is_broken(delta=False):
+        mixers = "GDN, Mamba2 and RetNet" if scalar_gate_backward_is_broken() else "Mamba2 and RetNet"
         version = ".".join(map(str, _triton_version()))
         problems.append(
-            f"triton {version} miscompiles fla's scalar-gated backward on Hopper: GDN, Mamba2 and RetNet run on "
-            "the slower per-channel kernels; install triton >= 3.7.1 or tilelang"
+            f"triton {version} miscompiles fla's scalar-gated backward on Hopper: {mixers} run on "
+            "the slower per-channel kernels; install triton >= 3.7.1 (or, for GDN, tilelang)"
         )
     if not _installed("flash_attn"):
         problems.append("flash-attn is not installed: softmax attention runs on PyTorch's own kernels")
@@ -124,7 +136,7 @@ def startup_problems() -> list[str]:
 
 def _fla_obstacle(device: str, dtype: torch.dtype) -> str:
     """Why fla cannot run on this device and dtype; empty if it can."""
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device == "cpu" and not _interpreted():
         return "fla has no CPU kernels; use backend='torch', or TRITON_INTERPRET=1 in tests"
     if device not in ("cpu", "cuda"):
         return f"no fla kernels for device {device}"

@@ -21,7 +21,7 @@ def gated_linear_attention(
     from fla.ops.gla import chunk_gla
     from fla.ops.simple_gla import chunk_simple_gla
 
-    g = _usable_gate(g, q)
+    g = _usable_gate(g, q, delta=False)
     kernel = chunk_gla if g is not None and g.ndim == 4 else chunk_simple_gla
     return _run(kernel, q, k, v, {"g": g}, scale, initial_state, reset)
 
@@ -43,7 +43,7 @@ def gated_delta_rule(
 
     if g is None and v.dtype not in dispatch.HALF:
         g = q.new_zeros(q.shape[:3])  # chunk_delta_rule rejects fp32; the gated kernel with decay 1 is the same map
-    g = _usable_gate(g, q)
+    g = _usable_gate(g, q, delta=True)
     if g is None:
         # This kernel multiplies beta into k without promotion, so it must share their dtype.
         return _run(chunk_delta_rule, q, k, v, {"beta": beta.to(v.dtype)}, scale, initial_state, reset)
@@ -79,12 +79,12 @@ def gated_delta_rule_step(
     return _run_step(kernel, q, k, v, {"g": g, "beta": beta}, scale, state)
 
 
-def _usable_gate(g: Tensor | None, q: Tensor) -> Tensor | None:
+def _usable_gate(g: Tensor | None, q: Tensor, *, delta: bool) -> Tensor | None:
     """Gates in fp32; expanded to one per channel where the scalar kernels' backward is broken (see dispatch)."""
     if g is None:
         return None
     g = g.float()
-    if g.ndim == 3 and torch.is_grad_enabled() and dispatch.scalar_gate_backward_is_broken():
+    if g.ndim == 3 and torch.is_grad_enabled() and dispatch.scalar_gate_backward_is_broken(delta):
         return g.unsqueeze(-1).expand(q.shape)
     return g
 

@@ -37,6 +37,9 @@ def planned() -> str | None:
     return _planned.get()
 
 
+planned._dynamo_marked_constant = True  # type: ignore[attr-defined]  torch.compile cannot trace a ContextVar
+
+
 class Shape(NamedTuple):
     size: Sequence[int]
     dtype: torch.dtype

@@ -7,7 +7,7 @@ import torch
 
 from lt2.cache import Cache
 from lt2.config import ModelConfig
-from lt2.decode import GreedyStep
+from lt2.decode import GreedyStep, merge_projections
 from lt2.model import LoopedLM, build
 from tests.lt2.mixers.samples import samples
 
@@ -53,3 +53,26 @@ def test_only_what_a_step_loses_is_kept():
     for name, kept in {"full": set(), "mla": set(), "window": {"k", "v"}, "gdn": {"conv", "state"}}.items():
         _, cache = prefilled(CONFIGS[name], rows)
         assert set(cache.layers[0][0]) - cache.by_position[0][0] == kept, name
+
+
+def test_merged_projections_are_the_same_weights_under_the_same_names():
+    rows = torch.randint(60, (2, 13), generator=torch.Generator().manual_seed(1))
+    model = build(CONFIGS["gdn"], seed=3)
+    names = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model(rows).hidden
+    merge_projections(model)
+    assert model.state_dict().keys() == names.keys()
+    assert all(torch.equal(value, names[name]) for name, value in model.state_dict().items())
+    ffn = model.blocks[0].ffn
+    assert ffn.in_weight.data_ptr() == ffn.gate_proj.weight.data_ptr()
+    with torch.no_grad():
+        assert (model(rows).hidden - expected).abs().max() < 1e-5
+    # With gradients the layers' own weights are used, and what they learn is in the merged ones.
+    hidden = model(rows).hidden
+    assert torch.equal(hidden, expected)
+    hidden.square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    learned = model(rows).hidden.detach()
+    assert (learned - expected).abs().max() > 1e-3
+    with torch.no_grad():
+        assert (model(rows).hidden - learned).abs().max() < 1e-5

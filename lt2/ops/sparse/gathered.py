@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 
 import torch
 from torch import Tensor
@@ -61,8 +60,7 @@ def gather_backend(q: Tensor, requested: str = "auto") -> str:
 
     Raises ValueError for "triton" where it cannot run.
     """
-    runs = q.is_cuda or (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
-    able = runs and q.dtype != torch.float64 and _has_triton()
+    able = dispatch.triton_runs(q) and q.dtype != torch.float64 and _has_triton()
     if requested == "triton" and not able:
         raise ValueError(f"the Triton gather needs CUDA, triton and no fp64; got {q.dtype} on {q.device}")
     backend = "triton" if able and requested != "torch" else "torch"

@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lt2.ops.decode_kernel import _combine, _partial
+from lt2.ops.delta_decode_kernel import _delta_decode
 from lt2.ops.step_kernel import _step
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -19,6 +20,9 @@ ATTENTION = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "length_ptr":
 COMBINE = {"acc_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32", "out_ptr": "*bf16"}
 STEP = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "g_ptr": "*fp32", "beta_ptr": "*bf16",
         "state_ptr": "*fp32", "out_ptr": "*bf16"}  # fmt: skip
+DELTA = dict.fromkeys(("x_ptr", "past_ptr", "weight_ptr", "gate_ptr", "ab_ptr", "norm_ptr", "out_ptr"), "*bf16")
+DELTA |= {"a_log_ptr": "*fp32", "dt_bias_ptr": "*fp32", "state_ptr": "*fp32"}
+SIZES = {"C": 6144, "H": 16, "K": 128, "V": 128, "W": 4, "BLOCK_K": 128, "BLOCK_V": 128, "BLOCK_W": 4}
 
 
 def compiled(kernel, types: dict[str, str], constants: dict[str, object]) -> None:
@@ -38,4 +42,7 @@ if __name__ == "__main__":
             for delta in (False, True):
                 constants = {"DECAY": decay, "DELTA": delta, "BLOCK_K": 128, "BLOCK_V": 32}
                 compiled(_step, {**STEP, "scale": scale}, constants)
+    for gated in (False, True):
+        floats = {"scale": "fp64", "eps": "fp64", "beta_scale": "fp64"}
+        compiled(_delta_decode, {**DELTA, **floats}, {**SIZES, "GATED": gated})
     compiled(_combine, COMBINE, {"BLOCK_S": 32, "BLOCK_V": 128})

@@ -9,6 +9,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest
 import torch
 
+from lt2.config import ModelConfig
+from lt2.decode import merge_projections
+from lt2.mixers.delta import GatedDeltaNet
+from lt2.model import build
 from lt2.ops.decode_kernel import split_attention_decode
 from lt2.ops.gated_delta import gated_delta_rule_step
 from lt2.ops.gated_linear import gated_linear_attention_step
@@ -49,3 +53,37 @@ def test_recurrent_step_updates_its_state_in_place(K, V, decay, delta):
     out = recurrent_step(q, k, v, g, beta, state, 0.3)
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
     torch.testing.assert_close(state, new, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(
+    ("mixer", "dtype", "bound"),
+    [
+        ({}, torch.float32, 1e-6),
+        ({"use_gate": False, "allow_neg_eigval": True, "conv_size": 3, "head_dim": 24}, torch.float32, 1e-6),
+        ({"head_dim": 20, "expand_v": 2}, torch.float32, 1e-6),
+        ({}, torch.bfloat16, 1.5e-2),
+    ],
+    ids=["gated", "other sizes, no gate", "wide values", "bf16"],
+)
+@torch.no_grad()
+def test_fused_gated_delta_steps_equal_the_whole_pass_in_fp64(mixer, dtype, bound, merged, monkeypatch):
+    layout = {"type": "uniform", "mixer": {"type": "gdn", **mixer}}
+    config = ModelConfig(vocab_size=32, dim=48, n_layers=1, n_loops=1, num_heads=3, max_seq_len=32, layout=layout)  # type: ignore[arg-type]
+    model = build(config, seed=3).eval()
+    norm = model.blocks[0].mixers["gdn"].o_norm.weight  # type: ignore[union-attr]
+    norm.copy_(torch.linspace(0.5, 1.5, len(norm)))
+    model = model.to(dtype)
+    expected = build(config).double()
+    expected.load_state_dict(model.state_dict())
+    calls = []
+    decoded = GatedDeltaNet.decoded
+    monkeypatch.setattr(GatedDeltaNet, "decoded", lambda *args: calls.append(1) or decoded(*args))
+    if merged:
+        merge_projections(model)
+    ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(1))
+    cache = model.init_cache(3, 9)
+    hidden = torch.cat([model(ids[:, t : t + 1], cache=cache).hidden for t in range(9)], dim=1)
+    whole = expected(ids).hidden
+    assert len(calls) == 9
+    assert (hidden.double() - whole).norm() / whole.norm() < bound

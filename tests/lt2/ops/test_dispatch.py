@@ -69,7 +69,7 @@ def test_startup_problems_name_their_fix(monkeypatch):
     _pretend(monkeypatch, capability=(9, 0), triton=(3, 6, 0), installed=("fla", "triton"))
     compiler, flash = dispatch.startup_problems()
     assert "triton 3.6.0" in compiler
-    assert "install triton >= 3.7.1 or tilelang" in compiler
+    assert "install triton >= 3.7.1 (or, for GDN, tilelang)" in compiler
     assert flash.startswith("flash-attn is not installed")
     _pretend(monkeypatch, capability=(9, 0), triton=(0, 0, 0), installed=("flash_attn",))
     (missing,) = dispatch.startup_problems()
