@@ -79,7 +79,8 @@ class Adaptive:
     def after_loop(self, h: Tensor, *, last: bool) -> None:
         """Account for the loop that ended with h (B, L, D)."""
         wide, running = self.left.dtype, self.running
-        head = F.linear(h.to(wide), self.head.weight.to(wide), self.head.bias.to(wide))
+        with torch.autocast(h.device.type, enabled=False):  # in bf16 a sure gate would round to 1, without a gradient
+            head = F.linear(h.to(wide), self.head.weight.to(wide), self.head.bias.to(wide))
         s = torch.sigmoid(head.squeeze(-1))
         after = self.left - s if self.is_act else self.left * (1 - s)
         halts = running & (after <= self.slack) if self.freezes else torch.zeros_like(running)

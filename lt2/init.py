@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def init_weights(model: LoopedLM, seed: int = 42) -> None:
     """Truncated normal at 3 sigma with std fan_in^-1/2 (d^-1/2 for embeddings), from `seed` alone.
 
-    With global_depth_init the projections back into the residual stream are scaled by (2 (n + 1))^-1/2, n being
-    the block's depth. Mixers then set their own special parameters.
+    With global_depth_init the projections back into the residual stream are scaled by (2 (N + 1))^-1/2, N being
+    the number of physical layers. Mixers then set their own special parameters.
     """
     config = model.config
     with torch.random.fork_rng(devices=[]):
@@ -33,14 +33,14 @@ def init_weights(model: LoopedLM, seed: int = 42) -> None:
                 reset()
         if model.rho is not None:
             nn.init.zeros_(model.rho)
-        for depth, block in enumerate(model.blocks):
+        for block in model.blocks:
             for name, module in block.named_modules():
                 special = getattr(module, "init_special", None)
                 if special is not None:
                     special()
                 into_stream = name.rpartition(".")[2] in ("o_proj", "down_proj")
                 if config.global_depth_init and into_stream and isinstance(module, nn.Linear):
-                    module.weight.mul_((2 * (depth + 1)) ** -0.5)
+                    module.weight.mul_((2 * (config.n_layers + 1)) ** -0.5)
 
 
 def truncated_normal(weight: Tensor, std: float) -> None:

@@ -84,7 +84,7 @@ def state_recall(name: str, n_loops: int, until: float, dry_run: bool) -> dict[s
     """How far along the curriculum the model came: the size it was at, and its accuracy there."""
     quick = {"stages": (5,), "opening": (), "max_steps": 4, "eval_every": 4, "eval_examples": 8} if dry_run else {}
     settings = StateRecallConfig.model_validate({"layout": RECALL_LAYOUTS[name], "n_loops": n_loops, **RECALL, **quick})
-    model = build(recall.model_config(settings), seed=0, device=device())
+    model = build(settings.model, seed=0, device=device())
     optimizer = adamw(model, lr=settings.lr)
     state, history = TrainState(), []
     while (size := recall.current(settings, history)) is not None and (not history or time.time() < until):

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from lt2.halting import start
 from lt2.loss import next_token_objective
 from lt2.model import LoopedLM
 from lt2.training import Batch
@@ -125,6 +126,22 @@ def test_ponder_cost_reaches_the_head_with_a_correct_gradient():
             net.halt.bias.sub_(step)
     assert slope == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
     assert slope < 0, "halting sooner must be cheaper"
+
+
+def test_a_sure_gate_has_the_same_gradient_under_autocast():
+    gradients = []
+    for enabled in (False, True):
+        net = model(halting={**GATE, "threshold": 1.0}).float().train()
+        torch.nn.init.zeros_(net.halt.weight)
+        torch.nn.init.constant_(net.halt.bias, 7.0)
+        depth = start(net.config.halting, net.halt, torch.ones(1, 2, net.config.dim), training=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for loop in range(3):
+                depth.after_loop(torch.ones(1, 2, net.config.dim), last=loop == 2)
+        (torch.stack(depth.weights, -1) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+        gradients.append(float(net.halt.bias.grad))
+    assert gradients[0] != 0
+    assert gradients[0] == gradients[1]
 
 
 def test_gate_distribution_and_exit_follow_the_cumulative_probability():

@@ -94,9 +94,8 @@ def test_initial_weights_are_truncated_normal_with_fan_in_scale():
 def test_global_depth_init_shrinks_only_the_projections_into_the_residual_stream():
     plain, scaled = build(config(), seed=1), build(config(global_depth_init=True), seed=1)
     for (name, a), b in zip(plain.named_parameters(), scaled.parameters()):
-        depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
         shrunk = name.endswith(("o_proj.weight", "down_proj.weight"))
-        torch.testing.assert_close(b, a * (2 * (depth + 1)) ** -0.5 if shrunk else a, msg=name)
+        torch.testing.assert_close(b, a * (2 * (plain.config.n_layers + 1)) ** -0.5 if shrunk else a, msg=name)
 
 
 def test_hybrid_layers_hold_only_the_mixer_they_run():

@@ -104,7 +104,7 @@ def test_depth_scaled_init_touches_a_shared_output_projection_once():
     plain, scaled = (build(config(MIXER, global_depth_init=on)) for on in (False, True))
     for depth in range(2):
         before, after = (net.blocks[depth].mixers["gdn"].o_proj.weight for net in (plain, scaled))
-        torch.testing.assert_close(after, before * (2 * (depth + 1)) ** -0.5)
+        torch.testing.assert_close(after, before * (2 * (plain.config.n_layers + 1)) ** -0.5)
 
 
 def test_majority_wins_even_against_a_higher_sum():

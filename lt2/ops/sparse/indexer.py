@@ -29,8 +29,9 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     """I of every query and key: q (B, L, J, D), k (B, M, D), w (B, L, J) -> (B, L, M), fp32 (fp64 for fp64 inputs)."""
     B, L, J, D = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    dots = (q.reshape(B, L * J, D) @ k.transpose(1, 2)).view(B, L, J, -1)
-    return (w.to(wide)[..., None, :] @ F.relu(dots).to(wide)).squeeze(-2)
+    with torch.autocast(q.device.type, enabled=False):  # scores in bf16 would tie, and ties go to the latest key
+        dots = (q.reshape(B, L * J, D) @ k.to(q.dtype).transpose(1, 2)).view(B, L, J, -1)
+        return (w.to(wide)[..., None, :] @ F.relu(dots).to(wide)).squeeze(-2)
 
 
 @torch.compiler.disable()

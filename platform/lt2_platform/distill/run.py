@@ -83,13 +83,13 @@ def distill(
     return pretrain(config, data=data, sources=sources, **where)
 
 
-def check_tokenizer(tokenizer: dict[str, Any], data: str, teacher: str) -> None:
-    """Raise ConfigError unless `data` was made with the teacher's tokenizer."""
+def check_tokenizer(tokenizer: dict[str, Any], data: str, model: str) -> None:
+    """Raise ConfigError unless `data` was made with the `tokenizer` of the model to start or learn from."""
     from lt2_platform.data.stream import load_manifest
 
     found = load_manifest(data)["tokenizer"]
     if found["sha256"] != tokenizer.get("sha256"):
         raise ConfigError(
-            f"the teacher {teacher} was trained with tokenizer {tokenizer.get('name')!r}, {data} was prepared with "
-            f"{found['name']!r} of another content; prepare the data with the teacher's"
+            f"the model {model} was trained with tokenizer {tokenizer.get('name')!r}, {data} was prepared with "
+            f"{found['name']!r} of another content; prepare the data with the model's"
         )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from lt2.config import Config, Layout
+from lt2.config import Config, Layout, ModelConfig
 from lt2.extension import Extension
 
 
@@ -84,6 +84,14 @@ class HarnessConfig(TaskConfig):
         return self
 
 
+RECALL_WORDS = 17  # that a program is written in, before the numbers
+
+
+def program_length(n_bits: int, n_swaps: int) -> int:
+    """Tokens of a program of state-based recall."""
+    return (2 * n_bits + 4) + 20 + 17 * n_swaps
+
+
 class StateRecallConfig(Config):
     """The curriculum of state-based recall (paper, Sec. 5): which n = m a model learns. The defaults are the paper's.
 
@@ -114,6 +122,22 @@ class StateRecallConfig(Config):
     seed: int = 0
 
     @property
+    def model(self) -> ModelConfig:
+        """The model, with the vocabulary and length of the largest stage's programs; one loop is a plain stack."""
+        largest = max(self.stages)
+        return ModelConfig(
+            vocab_size=RECALL_WORDS + largest,
+            dim=self.dim,
+            n_layers=self.n_layers,
+            n_loops=self.n_loops,
+            num_heads=self.num_heads,
+            layout=self.layout,
+            loop_residual=self.n_loops > 1,
+            max_seq_len=program_length(largest, largest),
+            rope_theta=self.rope_theta,
+        )
+
+    @property
     def curriculum(self) -> tuple[tuple[int, int], ...]:
         """The (bits, swaps) of every program to pass, in order."""
         return (*self.opening, *((n, n) for n in self.stages))
@@ -127,4 +151,5 @@ class StateRecallConfig(Config):
                 f"opening {self.opening} and stages {self.stages} must grow, from at least 5 bits (five variables need "
                 "five indices) and one swap"
             )
+        _ = self.model  # a mixer that cannot be built of this size is a mistake of the config
         return self

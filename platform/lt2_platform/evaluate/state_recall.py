@@ -12,7 +12,7 @@ from lt2.model import build
 from lt2.optim import adamw
 from lt2.training import TrainState
 from lt2_platform.evaluate.config import StateRecallConfig
-from lt2_platform.evaluate.state_recall_programs import current, model_config, practise, sizes_passed
+from lt2_platform.evaluate.state_recall_programs import current, practise, sizes_passed
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint
 
@@ -33,7 +33,7 @@ def run_curriculum(
         for entry in result["history"]:
             evaluated(entry)
         return result
-    architecture = model_config(config)
+    architecture = config.model
     model = build(architecture, seed=config.seed, device="cuda" if torch.cuda.is_available() else "cpu")
     optimizer = adamw(model, lr=config.lr)
     state, history = TrainState(), []

@@ -16,27 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from lt2.config import ModelConfig
 from lt2.loss import next_token_objective
 from lt2.model import LoopedLM
 from lt2.train_config import TrainConfig
 from lt2.training import Batch, TrainState, train
-from lt2_platform.evaluate.config import StateRecallConfig
+from lt2_platform.evaluate.config import RECALL_WORDS, StateRecallConfig
 
 WORDS = ["<pad>", "bits", "=", "[", "]", ",", ";", "\n", "assert", "==", "a", "b", "c", "d", "e", "bit0", "bit1"]
 ID = {word: index for index, word in enumerate(WORDS)}
-VARIABLES, BIT, NUMBER = ID["a"], ID["bit0"], len(WORDS)
+VARIABLES, BIT, NUMBER = ID["a"], ID["bit0"], RECALL_WORDS
 EVALUATION = 2**40  # "step" of the evaluation programs: never one of training
-
-
-def vocab_size(largest: int) -> int:
-    """Words, then the numbers 0 … largest - 1."""
-    return NUMBER + largest
-
-
-def length(n_bits: int, n_swaps: int) -> int:
-    """Tokens of a program."""
-    return (2 * n_bits + 4) + 20 + 17 * n_swaps
 
 
 def programs(n_bits: int, n_swaps: int, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -118,20 +107,6 @@ def accuracy(
         "final": float(right[:, -1].mean()),
         "moved": float(right[made["moved"]].mean()) if made["moved"].any() else float("nan"),
     }
-
-
-def model_config(config: StateRecallConfig) -> ModelConfig:
-    largest = max(config.stages)
-    return ModelConfig(
-        vocab_size=vocab_size(largest),
-        dim=config.dim,
-        n_layers=config.n_layers,
-        n_loops=config.n_loops,
-        num_heads=config.num_heads,
-        layout=config.layout,
-        max_seq_len=length(largest, largest),
-        rope_theta=config.rope_theta,
-    )
 
 
 def practise(

@@ -86,6 +86,11 @@ def resolve_model(model: PretrainModel, manifest: dict[str, Any], data: str) -> 
             f"{data}; raise it, or prepare with a smaller seq_len"
         )
     try:
+        # On shorter rows a mixer may turn into another one: DSA with a top_k beyond them leaves nothing out.
+        ModelConfig.model_validate(model.model_dump() | {"vocab_size": vocab_size, "max_seq_len": manifest["seq_len"]})
+    except ValidationError as error:
+        raise ConfigError(f"for rows of {manifest['seq_len']} tokens in {data}: {explain(error, 'model')}") from error
+    try:
         return ModelConfig.model_validate(model.model_dump() | {"vocab_size": vocab_size})
     except ValidationError as error:
         raise ConfigError(explain(error, "model")) from error

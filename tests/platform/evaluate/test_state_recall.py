@@ -5,7 +5,7 @@ import pytest
 from lt2_platform.evaluate import state_recall_programs
 from lt2_platform.evaluate.config import StateRecallConfig
 from lt2_platform.evaluate.state_recall import run_curriculum
-from lt2_platform.evaluate.state_recall_programs import current, model_config
+from lt2_platform.evaluate.state_recall_programs import current
 
 FULL = {"type": "uniform", "mixer": {"type": "full"}}
 
@@ -58,8 +58,8 @@ def test_opening_programs_come_first_and_are_no_stage(tmp_path, monkeypatch):
     found = run_curriculum(config(opening=((6, 2),), stages=(6,), max_steps=4), out=str(tmp_path / "passed"))
     assert [(entry["n"], entry["swaps"]) for entry in found["history"]] == [(6, 2), (6, 6)]
     assert (found["n_max"], found["stage"]) == (6, 1)
-    assert model_config(config()).rope_theta == 10_000
-    assert model_config(config(rope_theta=100)).rope_theta == 100
+    assert config().model.rope_theta == 10_000
+    assert config(rope_theta=100).model.rope_theta == 100
     scores = iter([1.0, 0.0])  # the opening is passed, the stage of as many bits is not
     monkeypatch.setattr(
         state_recall_programs, "accuracy", lambda *_, **__: {"all": next(scores), "final": 0.0, "moved": 0.0}
@@ -72,6 +72,13 @@ def test_opening_programs_come_first_and_are_no_stage(tmp_path, monkeypatch):
 def test_bad_openings(opening):
     with pytest.raises(ValueError, match="must grow, from at least 5"):
         config(opening=opening, stages=(8, 16))
+
+
+def test_what_cannot_be_built_is_named_at_once():
+    with pytest.raises(ValueError, match="fla's kernel needs a power of two >= 16"):
+        config(layout={"type": "uniform", "mixer": {"type": "nsa", "num_heads": 4, "num_kv_heads": 1}}, num_heads=4)
+    assert not config(n_loops=1).model.loop_residual
+    assert config(n_loops=2).model.loop_residual
 
 
 def test_a_model_that_fails_the_first_stage_has_no_n_max(tmp_path):

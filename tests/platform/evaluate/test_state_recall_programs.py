@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lt2_platform.evaluate.config import StateRecallConfig
-from lt2_platform.evaluate.state_recall_programs import BIT, EVALUATION, accuracy, batches, length, programs, read
+from lt2_platform.evaluate.config import RECALL_WORDS, StateRecallConfig, program_length
+from lt2_platform.evaluate.state_recall_programs import BIT, EVALUATION, WORDS, accuracy, batches, programs, read
 
 CONFIG = StateRecallConfig(layout={"type": "uniform", "mixer": {"type": "full"}}, batch_size=4)  # type: ignore[arg-type]
 
@@ -13,7 +13,8 @@ CONFIG = StateRecallConfig(layout={"type": "uniform", "mixer": {"type": "full"}}
 @pytest.mark.parametrize("size", [(5, 5), (8, 8), (13, 13), (9, 2), (6, 11)])
 def test_python_itself_agrees_with_every_assert(size):
     made = programs(*size, 4, np.random.default_rng(3))
-    assert made["tokens"].shape == (4, length(*size))
+    assert len(WORDS) == RECALL_WORDS
+    assert made["tokens"].shape == (4, program_length(*size))
     assert made["asked"].shape == made["moved"].shape == (4, size[1])
     for tokens, asked, moved in zip(made["tokens"], made["asked"], made["moved"]):
         source = read(tokens).replace("bit", "")

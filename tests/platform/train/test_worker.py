@@ -212,6 +212,10 @@ def test_validation_loss_is_logged_when_due(tmp_path):
     [
         ({"model": {"vocab_size": VOCAB - 1}}, "vocab_size 22 is smaller than the 23 tokens of tokenizer 'byte'"),
         ({"model": {"max_seq_len": 4}}, "max_seq_len 4 is shorter than the rows of 12 tokens"),
+        (
+            {"model": {"layout": {"type": "uniform", "mixer": {"type": "dsa", "top_k": 16}}}},
+            "for rows of 12 tokens .*top_k 16 is not below max_seq_len 12",
+        ),
         ({"num_workers": 3}, "global_batch_size 8 is not divisible by 3 workers"),
         ({"run_id": "a/b"}, "run id 'a/b'"),
         ({"data": "nowhere"}, "is not a finished dataset"),

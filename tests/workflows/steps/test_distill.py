@@ -8,12 +8,14 @@ from lt2.config import ConfigError
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, trainer, worker
+from lt2_platform.train.checkpoint import load_model
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.plan import describe_plan
 from lt2_workflows.steps import pretrain
 from lt2_workflows.steps.distill import run_distill
+from lt2_workflows.steps.pretrain import describe_pretrain, run_pretrain
 from lt2_workflows.steps.retention import run_retention
 from lt2_workflows.steps.select_layers import run_select_layers
 from tests.lt2.interop.test_ouro import OURO
@@ -152,6 +154,23 @@ def in_this_process(config, *, num_workers, sources, data, out, run_id, storage_
     where = {"data": data, "out": out, "run_id": run_id, "storage_root": storage_root, "num_workers": num_workers}
     spec = run_folder.open_run(config, sources=sources, info=info, **where)
     return run_folder.close_run(spec, worker.run(spec))
+
+
+def test_training_goes_on_from_the_weights_of_another_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "pretrain", in_this_process)
+    monkeypatch.setattr(pretrain, "join_ray", dict)
+    first = write_teacher(tmp_path, steps=4)
+    model, config, _ = load_model(first)
+    train = train_config(steps=1, lr=1e-9, warmup_steps=0).model_dump(mode="json")
+    longer = config.model_dump(mode="json") | {"rope_theta": 5e5}
+    step = {"type": "pretrain", "data": str(tmp_path / "data"), "start": first, "model": longer, "train": train}
+    context = context_of(tmp_path / "storage", {"extend": step}, "extend")
+    assert "from the weights of " + first in describe_pretrain(context.step.config, context)
+    result = run_pretrain(context.step.config, context)
+    extended, config, _ = load_model(context.out)
+    assert (result["step"], config.rope_theta) == (1, 5e5)
+    for name, weight in model.state_dict().items():
+        assert (extended.state_dict()[name] - weight).abs().max() < 1e-6, name
 
 
 def test_a_stage_through_its_step(tmp_path, monkeypatch):

@@ -11,13 +11,13 @@ from pydantic import Field, model_validator
 
 from lt2.config import ModelConfig
 from lt2.train_config import TrainConfig
-from lt2_platform.train.config import PretrainConfig, PretrainModel, TrainingEvaluation, resolve_model
+from lt2_platform.train.config import PretrainConfig, PretrainModel, Sources, TrainingEvaluation, resolve_model
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount
 from lt2_workflows.graph import Resources, StepConfig, step_type
 from lt2_workflows.local_ray import join_ray
 from lt2_workflows.steps.prepare import dataset_facts
-from lt2_workflows.steps.refs import DatasetRef
+from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
 
 class TrainResources(Resources):
@@ -47,13 +47,18 @@ class TrainResources(Resources):
 
 
 class PretrainStep(StepConfig):
-    """Train a looped model; see PretrainConfig. model.vocab_size None follows the data's tokenizer."""
+    """Train a looped model; see PretrainConfig. model.vocab_size None follows the data's tokenizer.
+
+    start: the run or checkpoint whose weights it begins with, of a model of the same sizes (its optimizer, schedule and
+    data begin anew): to go on with longer rows, say, or on other text. None: fresh weights.
+    """
 
     produces: ClassVar[str] = "checkpoint"
     uses_ray: ClassVar[bool] = True
     type: Literal["pretrain"] = "pretrain"
     resources: TrainResources = TrainResources()
     data: DatasetRef | str
+    start: CheckpointRef | str | None = None
     model: PretrainModel
     train: TrainConfig
 
@@ -65,11 +70,13 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
     model, seq_len = planned_model(config, context)
     cost = summarize(model, seq_len)
     tokens = config.train.steps * config.train.global_batch_size * seq_len
+    where = config.start.step if isinstance(config.start, CheckpointRef) else config.start
+    beginning = "" if where is None else f", from the weights of {where}"
     return (
         f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled), "
         f"{config.train.steps:,} steps, {amount(tokens)} tokens, "
         f"{amount(tokens * cost['training_flops_per_token'])} FLOPs, "
-        f"cache {amount(cost['cache_bytes_per_sequence'])}B per sequence of {seq_len:,}"
+        f"cache {amount(cost['cache_bytes_per_sequence']).replace('B', 'G')}B per sequence of {seq_len:,}" + beginning
     )
 
 
@@ -82,11 +89,18 @@ def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConf
 @step_type(PretrainStep, describe=describe_pretrain)
 def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.trainer.pretrain returns it."""
+    from lt2_platform.distill.run import check_tokenizer
+    from lt2_platform.train.checkpoint import read_info, resolve
     from lt2_platform.train.trainer import pretrain
 
+    data, start = context.path(config.data), None
+    if config.start is not None:
+        start = context.path(config.start)
+        check_tokenizer(read_info(resolve(start)).tokenizer, data, start)
     summary = pretrain(
         PretrainConfig(model=config.model, train=config.train),
-        data=context.path(config.data),
+        data=data,
+        sources=Sources(start=start),
         **train_options(config.resources, context),
     )
     # A result must mean the same when the storage has been moved: no full paths in it.
