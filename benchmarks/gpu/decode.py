@@ -18,7 +18,7 @@ from benchmarks.gpu.device import copy_bandwidth, device, median_seconds, quiet,
 from benchmarks.gpu.models import model_config
 from lt2.accounting import cache_table
 from lt2.config import ModelConfig
-from lt2.decode import GreedyStep
+from lt2.decode import GreedyStep, merge_projections
 from lt2.model import LoopedLM
 from lt2.parallel import wrap_blocks
 from lt2.timing import random_model
@@ -27,6 +27,7 @@ from lt2.timing import random_model
 def inference_model(config: ModelConfig, *, compile: bool) -> LoopedLM:
     """In bf16; see `random_model`."""
     model = random_model(config, dtype=torch.bfloat16, device=device()).requires_grad_(False).eval()
+    merge_projections(model)
     if compile:
         torch._dynamo.config.automatic_dynamic_shapes = False  # a second batch size gets kernels of its own too
         wrap_blocks(model, compile=True)

@@ -49,6 +49,8 @@ def quiet() -> Iterator[None]:
                 return
 
     send(signal.SIGSTOP)
+    if group:
+        time.sleep(0.5)  # synchronising waits for our own kernels only; theirs that are queued end by themselves
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from lt2.config import ModelConfig
 FULL: dict[str, Any] = {"type": "full"}
 GDN: dict[str, Any] = {"type": "gdn"}
 KDA: dict[str, Any] = {"type": "kda"}
-DSA: dict[str, Any] = {"type": "dsa"}
+DSA: dict[str, Any] = {"type": "dsa", "warmup_steps": 0}  # sparse from the first step: warm-up is dense
 
 
 def uniform(mixer: dict[str, Any]) -> dict[str, Any]:

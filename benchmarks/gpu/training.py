@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from lt2.config import ModelConfig
 from lt2.layout import layout
 from lt2.loss import next_token_objective
 from lt2.memory import plan_memory
+from lt2.ops import gated_delta_rule
 from lt2.optim import adamw, warmup_cosine
 from lt2.parallel import shard, wrap_blocks
 from lt2.timing import random_model
@@ -32,6 +32,7 @@ PEERS = ("full", "gdn", "kda", "full+gdn")
 # (model, size, micro-batch, recompute activations, compile)
 CASES = [
     ("full+gdn", "1.3b", 4, True, True),
+    ("full+gdn", "1.3b", 3, False, True),  # computes nothing twice; the same kernels as four rows
     ("gdn", "1.3b", 4, True, True),
     ("full", "1.3b", 4, True, True),
     ("full+gdn", "0.6b", 8, True, True),
@@ -102,14 +103,33 @@ def measured(times: list[float], tokens: int) -> dict[str, Any]:
     return {"step_s": step, "tokens_per_s": tokens / step, "first_step_s": times[0], "peak_memory_gib": memory}
 
 
-def compile_kernels() -> list[dict[str, Any]]:
-    """Fill tilelang's cache on disk with the kernels of a GDN block of the measured width: over a minute, uncached."""
-    config = model_config("gdn", "1.3b", n_layers=1, n_loops=1, vocab_size=1024)
-    model = random_model(config, dtype=torch.bfloat16, device=device())
-    batch = next(random_batches(1024, 1, 4096))
-    loss, _, _ = next_token_objective()(model, batch)
-    loss.backward()
-    return []
+# flash-qla compiles anew for each number of heads, for one row (its variable-length kernels) and for several, and for
+# few or many rows times heads (its tile of values).
+KERNELS = [  # rows, tokens, heads, gradients
+    (4, 4096, 16, True),  # training
+    (1, 1024, 16, False), (1, 8192, 16, False), (8, 1024, 16, False),  # prefill: one row, one row in pieces, many
+    (32, 512, 4, True),  # learning
+]  # fmt: skip
+
+
+def compile_kernels(rows: int, length: int, heads: int, gradients: bool) -> None:
+    """Fill tilelang's cache on disk with the kernels that this shape takes: over a minute, uncached."""
+    q, k, v = (torch.randn(rows, length, heads, 128, device=device(), dtype=torch.bfloat16) for _ in range(3))
+    gates = torch.rand(2, rows, length, heads, device=device())
+    inputs = (q, k, v, -gates[0], gates[1].bfloat16())
+    if not gradients:  # a prefill starts from its cache's state
+        state = torch.zeros(rows, heads, 128, 128, device=device())
+        with torch.inference_mode():
+            gated_delta_rule(*inputs, initial_state=state, output_final_state=True)
+        return
+    o, _ = gated_delta_rule(*(x.requires_grad_() for x in inputs))
+    o.backward(torch.ones_like(o))
+
+
+def compile_peer() -> None:
+    """Compile what fla's GDN layer and its loss tune over. Call where FLA_CACHE_RESULTS=0: times are not to be kept."""
+    config = model_config("gdn", "1.3b", n_layers=1, n_loops=1, vocab_size=32_768)
+    peer(config, 4, 4096, recompute=False, steps=1)
 
 
 def fresh() -> None:
@@ -120,35 +140,36 @@ def fresh() -> None:
 
 
 def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
-    """Each case's own row, then its peer's: `implementation` "lt2" or "fla layers"."""
+    """All of our cases, then their peers: rows with `implementation` "lt2" or "fla layers"."""
     late = stopwatch(seconds)
     if device().type == "cuda" and not dist.is_initialized():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
         dist.init_process_group("nccl", rank=0, world_size=1)
     limit = matmul_flops(dry_run)
-    for name, size, batch, recompute, compile in CASES:
-        if only is not None and name not in only:
-            continue
-        length, n_layers = (32, 5) if dry_run else (4096, 10)
+    steps, length, n_layers = (2, 32, 5) if dry_run else (7, 4096, 10)
+    cases = [case for case in CASES if only is None or case[0] in only]
+    runs = [("lt2", *case) for case in cases] + [("fla layers", *case) for case in cases if case[0] in PEERS]
+    for implementation, name, size, batch, recompute, compile in runs:
         config = model_config(name, "tiny" if dry_run else size, n_layers=n_layers, vocab_size=32_768, max_seq_len=4096)
         row: dict[str, Any] = {
-            "part": "training", "model": name, "size": size, "n_layers": n_layers, "n_loops": config.n_loops,
-            "batch": batch, "length": length, "recompute": recompute, "parameters": parameters(config).total,
+            "part": "training", "implementation": implementation, "model": name, "size": size, "n_layers": n_layers,
+            "n_loops": config.n_loops, "batch": batch, "length": length, "recompute": recompute,
+            "parameters": parameters(config).total,
         }  # fmt: skip
-        steps = 2 if dry_run else 7
-        compiled = compile and not dry_run
-        runs = {"lt2": partial(ours, config, batch, length, recompute=recompute, compile=compiled, steps=steps)}
-        if name in PEERS and not dry_run:
-            runs["fla layers"] = partial(peer, config, batch, length, recompute=recompute, steps=steps)
-        for implementation, run in runs.items():
-            if late(0.8):
-                yield {**row, "implementation": implementation, "skipped": "time"}
-                continue
-            fresh()
-            try:
-                found = run()
-                flops = found["tokens_per_s"] * training_flops(config, length)
-                found |= {"mfu_measured_ceiling": flops / limit, "mfu_nominal": flops / NOMINAL_FLOPS}
-            except Exception as error:  # the remaining cases still get their figures
-                found = {"ok": False, "failure": f"{type(error).__name__}: {error}"[:600]}
-            yield {**row, "implementation": implementation, **found}
+        if implementation != "lt2" and dry_run:
+            continue
+        if late(0.8):
+            yield {**row, "skipped": "time"}
+            continue
+        fresh()
+        try:
+            if implementation == "lt2":
+                compiled = compile and not dry_run
+                row |= ours(config, batch, length, recompute=recompute, compile=compiled, steps=steps)
+            else:
+                row |= peer(config, batch, length, recompute=recompute, steps=steps)
+            flops = row["tokens_per_s"] * training_flops(config, length)
+            row |= {"mfu_measured_ceiling": flops / limit, "mfu_nominal": flops / NOMINAL_FLOPS}
+        except Exception as error:  # the remaining cases still get their figures
+            row |= {"ok": False, "failure": f"{type(error).__name__}: {error}"[:600]}
+        yield row

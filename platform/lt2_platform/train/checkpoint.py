@@ -204,7 +204,8 @@ def read_info(uri: str) -> CheckpointInfo:
 
 
 def resolve(uri: str) -> str:
-    """The checkpoint `uri` means: itself, or the newest one in it or in its `checkpoints` folder; `…/best` the best."""
+    """The checkpoint `uri` means: itself, or the newest one in it, its `checkpoints` or a step's `out/checkpoints`;
+    `…/best` the best."""
     return _candidates(uri)[0]
 
 
@@ -215,11 +216,11 @@ def _candidates(uri: str) -> list[str]:
         return [storage.root]
     if storage.root.endswith("/best"):
         run = Storage(storage.root.removesuffix("/best"))
-        for folder in (run.root, run.join("checkpoints")):
+        for folder in (run.root, run.join("checkpoints"), run.join("out", "checkpoints")):
             if best := read_best(folder):
                 return [Storage(folder).join(best["checkpoint"])]
         raise CheckpointError(f"{uri}: no checkpoint of a step that was evaluated (train.eval_every)")
-    for folder in (storage.root, storage.join("checkpoints")):
+    for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
         if names := complete(folder):
             return [Storage(folder).join(name) for name in reversed(names)]
     raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}")

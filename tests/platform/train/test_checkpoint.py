@@ -179,6 +179,13 @@ def test_when_everything_is_damaged_nothing_starts_over_by_itself(tmp_path):
         checkpoint.latest(str(tmp_path))
 
 
+def test_a_steps_folder_means_its_newest_checkpoint(tmp_path):
+    model, optimizer = trained()
+    uri = save(tmp_path / "out" / "checkpoints", model, optimizer)
+    for folder in (tmp_path, tmp_path / "out", tmp_path / "out" / "checkpoints"):
+        assert checkpoint.resolve(str(folder)) == str(uri)
+
+
 def test_no_checkpoint_at_all(tmp_path):
     assert checkpoint.latest(str(tmp_path / "nowhere")) is None
     with pytest.raises(checkpoint.CheckpointError, match="no complete checkpoint in it"):
