@@ -30,16 +30,21 @@ class StorageRefusedError(OSError):
 
 
 class _HashingStream(io.RawIOBase):
-    """Passes writes on and keeps their count and sha256; the file never has to be read back."""
+    """Passes writes on and keeps their count and sha256; the file never has to be read back.
+
+    `refused` is what storage raised, whatever the writer above makes of it.
+    """
 
     def __init__(self, raw: Any):
         self.raw, self.digest, self.size = raw, hashlib.sha256(), 0
+        self.refused: Exception | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.raw.write(data)
+        with self._noting():
+            self.raw.write(data)
         view = memoryview(data)
         self.digest.update(view)
         self.size += view.nbytes
@@ -49,7 +54,16 @@ class _HashingStream(io.RawIOBase):
         return self.size
 
     def flush(self) -> None:
-        self.raw.flush()
+        with self._noting():
+            self.raw.flush()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except STORAGE_ERRORS as error:
+            self.refused = error
+            raise
 
     def fileno(self) -> int:
         return self.raw.fileno()
@@ -70,7 +84,12 @@ class HashingFileSystem(FileSystem):
                 yield raw
                 return
             stream = _HashingStream(raw)
-            yield stream
+            try:
+                yield stream
+            except Exception as error:
+                if stream.refused is None or error is stream.refused:
+                    raise
+                raise stream.refused from error  # torch.save's zip file ends in a RuntimeError of its own
         self.written[os.path.basename(path)] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,45 @@ def test_waits_grow_and_are_bounded(monkeypatch):
         saver._refused(TrainState(), StorageRefusedError("no"))
         waits.append(saver.wait)
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+class _SmallDisk:
+    """An open file on a disk with `room` bytes left; what fits the buffer fails only when flushed."""
+
+    def __init__(self, raw, room, buffer):
+        self.raw, self.room, self.buffer, self.pending = raw, room, buffer, 0
+
+    def write(self, data):
+        self.pending += len(memoryview(data).cast("B"))
+        if self.pending >= self.buffer:
+            self.flush()
+        return self.raw.write(data)
+
+    def flush(self):
+        self.room[0], self.pending = self.room[0] - self.pending, 0
+        if self.room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.raw.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.raw, name)
+
+
+@pytest.mark.parametrize("buffer", [1, 8192])
+def test_wherever_in_a_file_the_disk_is_full_it_is_a_refusal(tmp_path, monkeypatch, buffer):
+    tensors = {"model": {f"w{i}": torch.randn(40, 30) for i in range(3)}, "optimizer": {"a": torch.randn(7)}}
+    storage, room = Storage(str(tmp_path)), [10**9]
+    stream = shards.FileSystem.create_stream
+
+    @contextmanager
+    def limited(files, path, mode):
+        with stream(files, path, mode) as raw:
+            yield _SmallDisk(raw, room, buffer) if "w" in mode else raw
+
+    monkeypatch.setattr(shards.FileSystem, "create_stream", limited)
+    written = shards.save_shards(tensors, storage, "whole")
+    needed = sum(record["bytes"] for record in written.values())
+    for left in [*range(0, needed - buffer, 577), needed - buffer - 1]:
+        room[0] = left
+        with pytest.raises(StorageRefusedError, match="No space left"):
+            shards.save_shards(tensors, storage, f"at-{left}")
