@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 
 from lt2.config import ConfigError
+from lt2.training import NonFiniteLossError
 from lt2_platform.storage import Storage
-from lt2_workflows import records
+from lt2_workflows import attempt, records
 from lt2_workflows.executor import run
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.records import list_workflows, read_done, step_state
 from tests.workflows.conftest import FAKE_STEPS
+
+
+def test_training_that_diverged_is_not_tried_again():
+    class WorkerGroupError(Exception):
+        def __init__(self, failures):
+            self.worker_failures = failures
+
+    diverged = NonFiniteLossError("step 3: loss nan; rolled back 2 of 2 times")
+    assert attempt._classify(WorkerGroupError({0: diverged})) == attempt.BAD_INPUT
+    assert attempt._classify(WorkerGroupError({0: RuntimeError("other")})) == attempt.FAILED
 
 
 @pytest.fixture

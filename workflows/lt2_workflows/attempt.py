@@ -149,16 +149,24 @@ def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
         code = _classify(failure)
         if code == BAD_INPUT:
             # The innermost: Ray's wrapper is a ConfigError too, but its message is a traceback.
-            failure = [error for error in _causes(failure) if isinstance(error, ConfigError)][-1]
+            failure = [error for error in _causes(failure) if _is_mistake(error)][-1]
         return code, str(failure) if code == BAD_INPUT else f"{type(failure).__name__}: {failure}", {}
 
 
 def _classify(failure: BaseException) -> int:
-    """BAD_INPUT for a user's mistake, INFRASTRUCTURE for a lost worker, node or connection, else FAILED."""
+    """BAD_INPUT for a user's mistake, INFRASTRUCTURE for a lost worker, node or connection, else FAILED.
+
+    Training that diverges has gone back as often as it may: with the same settings another attempt does the same.
+    """
     causes = list(_causes(failure))
-    if any(isinstance(error, ConfigError) for error in causes):
+    if any(_is_mistake(error) for error in causes):
         return BAD_INPUT
     return INFRASTRUCTURE if any(_is_infrastructure(error) for error in causes) else FAILED
+
+
+def _is_mistake(error: BaseException) -> bool:
+    # By name: its module imports torch, which an attempt need not.
+    return isinstance(error, ConfigError) or type(error).__name__ == "NonFiniteLossError"
 
 
 def _is_infrastructure(error: BaseException) -> bool:

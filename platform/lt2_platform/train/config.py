@@ -48,6 +48,16 @@ class TrainingEvaluation(Config):
             )
 
 
+def check_workers(train: TrainConfig, num_workers: int, min_workers: int | None = None) -> None:
+    """Raise ConfigError unless any number of workers that may train can share the batch and the weights evenly."""
+    batch, group = train.global_batch_size, train.shard_workers
+    for workers in range(min_workers or num_workers, num_workers + 1):
+        if batch % workers:
+            raise ConfigError(f"train.global_batch_size {batch} is not divisible by {workers} workers; change either")
+        if group and workers > 1 and workers % group:
+            raise ConfigError(f"train.shard_workers {group} does not divide {workers} workers; change either")
+
+
 @dataclass(frozen=True)
 class Sources:
     """Other models that training needs, as runs or checkpoints (paths or URIs).

@@ -40,8 +40,8 @@ class Rollbacks:
         count = len(self.positions())
         if count >= self.limit:
             raise NonFiniteLossError(
-                f"{error}; rolled back {count} of {self.limit} times (train.rollbacks) before: start again in another "
-                "output folder with other settings",
+                f"{error}; rolled back {count} of {self.limit} times (train.rollbacks) before: change train.lr, "
+                "train.warmup_steps or train.rollbacks and run again",
                 step=error.step,
                 position=error.position,
                 origin=error.origin,

@@ -22,8 +22,8 @@ from lt2_platform.distill.teacher import identity
 from lt2_platform.results import check_name, differences
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.train import checkpoint
-from lt2_platform.train.config import PretrainConfig, Sources, resolve_model
-from lt2_platform.train.worker import WorkerSpec, check_divisible
+from lt2_platform.train.config import PretrainConfig, Sources, check_workers, resolve_model
+from lt2_platform.train.worker import WorkerSpec
 
 CONFIG, SUMMARY = "pretrain.json", "summary.json"
 
@@ -56,10 +56,7 @@ def open_run(
         Listing.read(manifest[KEY]).check_unchanged()
     if profile_steps is not None and not 0 < profile_steps[0] <= profile_steps[1]:
         raise ConfigError(f"profile_steps {list(profile_steps)}: give the first and the last step, counted from 1")
-    for workers in range(min_workers or num_workers, num_workers + 1):
-        check_divisible(config.train.global_batch_size, workers)
-        if config.train.shard_workers and workers > 1 and workers % config.train.shard_workers:
-            raise ConfigError(f"train.shard_workers {config.train.shard_workers} does not divide {workers} workers")
+    check_workers(config.train, num_workers, min_workers)
     storage = Storage(out)
     places = {name: absolute(place) for name, place in asdict(sources or Sources()).items() if place is not None}
     identities = {name: identity(place) for name, place in places.items()}

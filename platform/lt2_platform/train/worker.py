@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lt2 import parallel
-from lt2.config import ConfigError, ModelConfig
+from lt2.config import ModelConfig
 from lt2.distill.student import start_from
 from lt2.memory import keeps_gathered
 from lt2.model import LoopedLM, build
@@ -33,7 +33,7 @@ from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint, ranks
-from lt2_platform.train.config import Sources
+from lt2_platform.train.config import Sources, check_workers
 from lt2_platform.train.evaluation_records import wanted
 from lt2_platform.train.feed import Feed, Reader
 from lt2_platform.train.observe import Observer
@@ -112,7 +112,7 @@ def _train(
 ) -> TrainState:
     model_config = ModelConfig.model_validate(spec.model)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    check_divisible(config.global_batch_size, world_size)
+    check_workers(config, world_size)
     feed = Feed.open(spec.data, config, rank, world_size)
     dataset = feed.dataset
     tokenizer = dataset.manifest["tokenizer"]
@@ -172,13 +172,6 @@ def _train(
             saver.settle(state)
             raise
     return state
-
-
-def check_divisible(global_batch_size: int, workers: int) -> None:
-    if global_batch_size % workers:
-        raise ConfigError(
-            f"train.global_batch_size {global_batch_size} is not divisible by {workers} workers; change either"
-        )
 
 
 def _device() -> torch.device:

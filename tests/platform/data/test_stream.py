@@ -185,7 +185,7 @@ def test_damage_is_noticed(dataset_path, tmp_path):
     first.write_bytes(content)
     pq.write_table(pq.read_table(second).slice(0, 3), second)
     third.unlink()
-    again = r"; delete the dataset and prepare it again$"
+    again = r"; remove .* and prepare it again$"
     with pytest.raises(ConfigError, match=rf"train/part-00000\.parquet is damaged \(its sha256 is not .*\){again}"):
         dataset.verify()
     with pytest.raises(ConfigError, match=rf"part-00000\.parquet is damaged \(.*checksum.*\){again}"):
@@ -199,11 +199,11 @@ def test_damage_is_noticed(dataset_path, tmp_path):
 def test_wrong_datasets(dataset_path, tmp_path):
     with pytest.raises(ConfigError, match=r"has no split 'test'; use train or validation$"):
         PackedDataset(dataset_path, "test")
-    with pytest.raises(ConfigError, match=r"is not a finished dataset \(no manifest\.json\); run prepare"):
+    with pytest.raises(ConfigError, match=r"is not a finished dataset \(no manifest\.json\); remove .* and prepare it"):
         PackedDataset(str(tmp_path / "nowhere"))
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 2}))
-    with pytest.raises(ConfigError, match=r"has schema version 2, this LT2 reads 1; prepare it again$"):
+    with pytest.raises(ConfigError, match=r"has schema version 2, this LT2 reads 1; remove .* and prepare it again$"):
         PackedDataset(dataset_path)
 
 

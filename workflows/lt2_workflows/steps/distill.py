@@ -13,6 +13,7 @@ from lt2.config import AnyMixer, MixerConfig, ModelConfig
 from lt2.distill.select import uniform_layers
 from lt2.train_config import TrainConfig
 from lt2_platform.distill.run import DistillRun, stage_config
+from lt2_platform.train.config import check_workers
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount
 from lt2_workflows.graph import Ref, StepConfig, step_type
@@ -48,9 +49,10 @@ class DistillStep(StepConfig):
     train: TrainConfig
 
     @model_validator(mode="after")
-    def _objective(self) -> DistillStep:
+    def _check(self) -> DistillStep:
         if self.train.objective.type == "next_token":
             raise ValueError("train.objective is next_token; give align (stage 1) or distill (stages 2 and 3)")
+        check_workers(self.train, self.resources.num_workers, self.resources.min_workers)
         return self
 
 

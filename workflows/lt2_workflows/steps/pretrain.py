@@ -11,7 +11,14 @@ from pydantic import Field, model_validator
 
 from lt2.config import ModelConfig
 from lt2.train_config import TrainConfig
-from lt2_platform.train.config import PretrainConfig, PretrainModel, Sources, TrainingEvaluation, resolve_model
+from lt2_platform.train.config import (
+    PretrainConfig,
+    PretrainModel,
+    Sources,
+    TrainingEvaluation,
+    check_workers,
+    resolve_model,
+)
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount
 from lt2_workflows.graph import Resources, StepConfig, step_type
@@ -61,6 +68,11 @@ class PretrainStep(StepConfig):
     start: CheckpointRef | str | None = None
     model: PretrainModel
     train: TrainConfig
+
+    @model_validator(mode="after")
+    def _batch_of_workers(self) -> PretrainStep:
+        check_workers(self.train, self.resources.num_workers, self.resources.min_workers)
+        return self
 
 
 def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
