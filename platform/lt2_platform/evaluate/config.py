@@ -62,7 +62,8 @@ class HarnessConfig(TaskConfig):
     """lm-eval tasks on data from an evaluation pack: a suite of the paper, or tasks by name.
 
     `num_fewshot` examples (default: as many as the task's definition says) come from the pack's training split, drawn
-    with `seed`, unless the definition has its own. An empty `pack` is that of the evaluate step.
+    with `seed`, unless the definition has its own. An empty `pack` is that of the evaluate step. `max_length` is the
+    window in tokens (default: the model's own, or the length that needles and RULER's prompts were made for).
     """
 
     module: ClassVar[str] = "lt2_platform.evaluate.harness.run:harness_rows"

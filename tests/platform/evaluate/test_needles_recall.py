@@ -101,6 +101,28 @@ def test_the_cut_keeps_the_first_answer_and_its_size(place):
     assert cut_around("a" * 90 + "b" * 20, ["z"], TOKENIZER, 20) == "b" * 20
 
 
+def test_needles_longer_than_the_models_own_length_are_read_whole(tmp_path):
+    """A prompt cut at the model's length of 512 would lose its needle; only a window that was asked for cuts it."""
+    pack = str(tmp_path / "pack")
+    made = needles.make("niah_single_1", TOKENIZER, 900, samples=2)
+    rows = {
+        "niah_single_1_900": made,
+        "documents": [{"query": "q" * 700, "answers": ["a"], "max_length": 860}],
+        "cloze": [{"context": "c" * 700, "prompt": "?", "answers": ["a"]}],
+    }
+    tables = {name: {"test": pa.Table.from_pylist(found)} for name, found in rows.items()}
+    packs.add(pack, tables, dict.fromkeys(tables, "made here"), tokenizer=TOKENIZER)
+    checkpoint = save(tmp_path / "run", model(max_seq_len=512))
+
+    def cut(name, **fields):
+        config = HarnessConfig(pack=pack, tasks=tuple(tables), **fields)
+        rows = evaluate_checkpoint(checkpoint, [config], data=None, out=str(tmp_path / name)).rows
+        return {row["task"]: row["value"] for row in rows if row["metric"] == "context_cut"}
+
+    assert cut("own") == {"cloze": 1}
+    assert cut("asked", max_length=512) == {"cloze": 1, "niah_single_1_900": 2, "documents": 1}
+
+
 def test_needles_and_cloze_through_the_harness(tmp_path):
     pack = str(tmp_path / "pack")
     rows = needles.make("niah_single_1", TOKENIZER, 700, samples=3)

@@ -152,7 +152,9 @@ def evaluate(
         int | None, typer.Option(min=0, help="Examples before each item. [default: as the task defines]")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Window in tokens. [default: the model's]")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Window in tokens. [default: the model's, or a needle's]")
+    ] = None,
     actors: Annotated[int, typer.Option(min=0, help="Copies of the model on Ray; 0 stays in this process.")] = 0,
     storage: StorageOption = None,
     json_: JsonOption = False,

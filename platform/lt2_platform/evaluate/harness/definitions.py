@@ -18,17 +18,21 @@ from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.recall import WINDOW, cloze_text
-from lt2_platform.evaluate.harness.suites import FORMATS, UPSTREAM
+from lt2_platform.evaluate.harness.suites import COLUMNS, FORMATS, UPSTREAM
 from lt2_platform.storage import Storage
 
 
 @dataclass(frozen=True)
 class Definition:
-    """An lm-eval task on its data, and the sha256 of both."""
+    """An lm-eval task on its data, and the sha256 of both.
+
+    `length` is how many tokens its prompts and their continuations were made to fill; None where rows name no length.
+    """
 
     task: Any
     split: str
     sha256: str
+    length: int | None = None
 
 
 def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenizer: Tokenizer) -> Definition:
@@ -82,7 +86,8 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
         raise ConfigError(f"{shots} examples are wanted for {name}, whose definition has {have}")
     if examples and "subject" in data[split].column_names:
         examples_of_subject(name, task, data, split, shots)
-    return Definition(task, split, sha256)
+    sized = "max_length" in COLUMNS.get(record["format"], ())
+    return Definition(task, split, sha256, max(data[split]["max_length"]) if sized else None)
 
 
 def examples_of_subject(name: str, task: Any, data: Mapping[str, Any], split: str, shots: int) -> None:

@@ -64,8 +64,9 @@ def evaluate(
     """Rows {task, metric, value, stderr, n, split, task_sha256, …}; what could not be scored as asked has rows too.
 
     `<out>/samples/<task>.jsonl` gets one line per item, `<out>/batches` the answers that an interrupted evaluation
-    finds again. `scorer` answers here when `actors` is 0, and says the window's length in any case. A looped model of
-    random layout is evaluated by its draws' vote; its rows say how many `votes`.
+    finds again. `scorer` answers here when `actors` is 0, and says the window's length in any case, except that a
+    looped model reads needles and RULER as long as they were made, if `config.max_length` is not given. One of random
+    layout is evaluated by its draws' vote; its rows say how many `votes`.
     """
     from lt2_platform.evaluate.harness.lm import HarnessLM
 
@@ -87,7 +88,11 @@ def evaluate(
         if votes > 1:
             decided_by_vote(definition.task, votes)
         say = lambda values, name=name: progress({"message": name, **values})  # noqa: E731
-        lm = HarnessLM(dispatcher, tokenizer, max_length=scorer.max_length, batch_size=config.batch_size, progress=say)
+        window = scorer.max_length
+        if looped is not None and config.max_length is None:
+            # Nothing in a model of ours ends at its max_seq_len, and beyond it is where needles at 8k are looked for.
+            window = max(window, definition.length or 0)
+        lm = HarnessLM(dispatcher, tokenizer, max_length=window, batch_size=config.batch_size, progress=say)
         rows += run_task(lm, name, definition, config, out)
     tally = dispatcher.tally
     spent: dict[str, Any] = cost(looped, tally.loops, tally.positions) if looped is not None else {}

@@ -160,7 +160,8 @@ COLUMNS = {
     "documents": {"query", "answers", "max_length"},
     "cloze": {"context", "prompt", "answers"},
 }
-"""What rows of each format have at least. A column `max_new_tokens`, the same in all rows, changes a format's own."""
+"""What rows of each format have at least. A column `max_new_tokens`, the same in all rows, changes a format's own;
+`max_length` counts BOS, prompt and continuation."""
 
 
 def suite_tasks(suite: str | None, tasks: tuple[str, ...]) -> tuple[str, ...]:
