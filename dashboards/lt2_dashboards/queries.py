@@ -12,6 +12,7 @@ from typing import Any
 
 import duckdb
 
+from lt2_platform.evaluate.repeats import STANDING_SQL
 from lt2_platform.results import Curves, ResultsStore, RunInfo
 from lt2_platform.results_index import Layers, read_layers
 from lt2_platform.results_tables import Eval, Tables
@@ -115,7 +116,7 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
         connection.unregister("arrow")
     connection.execute(
         "CREATE TABLE numbers AS SELECT run, metric, value FROM metrics UNION ALL "
-        "SELECT run, concat_ws('/', name, task, metric) AS metric, arg_max(value, rowid) FROM evals "
-        "WHERE value IS NOT NULL AND name <> 'diagnostics' GROUP BY ALL"  # of an evaluation that was repeated, the last
+        f"SELECT run, concat_ws('/', name, task, metric) AS metric, arg_max(value, ({STANDING_SQL}, rowid)) FROM evals "
+        "WHERE value IS NOT NULL AND name <> 'diagnostics' GROUP BY ALL"
     )
     return connection

@@ -11,6 +11,7 @@ from typing import Any
 from lt2.config import ConfigError
 from lt2_dashboards.figures.paper import TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
+from lt2_platform.evaluate.repeats import STANDING_SQL
 from lt2_platform.results import RunInfo
 
 MAX_RUNS = 1_000  # of one figure, newest first
@@ -64,7 +65,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One run with results. `scores` has (task, metric) -> value as stored, the later of two that agree in both."""
+    """One run with results. `scores` has (task, metric) -> value as stored; `standing` says which of two counts."""
 
     run: str
     config: dict[str, Any]
@@ -107,7 +108,7 @@ def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Eva
         f"WHERE {_AT_OWN_DEPTH} {picked} GROUP BY e.run ORDER BY created DESC NULLS LAST, e.run LIMIT {MAX_RUNS}) "
         f"SELECT e.run, e.task, e.metric, e.value, {PERPLEXITY}, {_PARAMETERS} "
         f"FROM newest JOIN evals e USING (run) WHERE {_AT_OWN_DEPTH} AND e.value IS NOT NULL "
-        "ORDER BY newest.created DESC NULLS LAST, e.run, e.rowid",
+        f"ORDER BY newest.created DESC NULLS LAST, e.run, {STANDING_SQL}, e.rowid",
         bound,
     )
     found: dict[str, dict[str, Any]] = {}

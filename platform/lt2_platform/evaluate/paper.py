@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate.repeats import standing
 
 # Table 2: zero-shot accuracy after 100B tokens of FineWeb-Edu, T = 4. lm-eval's task names.
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "openbookqa", "sciq", "boolq")
@@ -62,13 +63,13 @@ CONTRADICTED = {
 
 
 def scores_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """{"PPL", label: percent} of one run's evaluation rows {task, metric, value}; the later of two rows counts."""
+    """{"PPL", label: percent} of one run's evaluation rows {task, metric, value}; see `standing` for repeats."""
     found: dict[str, float] = {}
     labels = dict(zip(TASKS, TASK_LABELS))
     wanted: dict[tuple[str, str], str] = {
         (task, "acc_norm" if task in NORMALISED else "acc"): label for task, label in labels.items()
     }
-    for row in rows:
+    for row in sorted(rows, key=standing):
         key = str(row.get("task")), str(row.get("metric"))
         if key in wanted:
             found[wanted[key]] = 100 * float(row["value"])

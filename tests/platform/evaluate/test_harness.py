@@ -159,6 +159,9 @@ def test_suite_rows_come_with_errors_hashes_and_cost(tmp_path, pack):
     }  # fmt: skip
     row = next(row for row in rows if (row["task"], row["metric"]) == ("arc_easy", "acc"))
     assert (row["n"], row["split"], row["mean_loops"], len(row["task_sha256"])) == (6, "validation", 2.0, 64)
+    assert {row["limit"] for row in rows} == {None}
+    quick = run(checkpoint, pack, tmp_path / "quick", tasks=("arc_easy",), limit=2)
+    assert {(row["n"], row["limit"]) for row in quick} == {(2, 2)}
     assert row["stderr"] == pytest.approx((row["value"] * (1 - row["value"]) / 5) ** 0.5)
     # by hand
     hits = 0

@@ -37,6 +37,21 @@ def test_scores_take_the_customary_metric_and_the_later_row():
     assert average({"PIQA": 70.0}) is None
 
 
+def test_neither_a_quick_look_nor_an_older_checkpoint_replaces_full_results():
+    whole = {"task": "arc_easy", "metric": "acc", "value": 0.6, "step": 900, "n": 2376, "limit": None}
+    others = [
+        {**whole, "value": 0.1, "n": 10, "limit": 10},
+        {**whole, "value": 0.2, "step": 100},
+        {**whole, "value": 0.3, "step": 100, "n": 10, "limit": 10},
+    ]
+    for other in others:
+        assert scores_of([whole, other]) == scores_of([other, whole]) == {"ARC-E": 60.0}
+    assert scores_of([whole, *others, {**whole, "value": 0.7}]) == {"ARC-E": 70.0}  # again, the later
+    assert scores_of([whole, {**others[0], "step": 901}]) == {"ARC-E": 10.0}  # a newer checkpoint has nothing else
+    before = {key: value for key, value in whole.items() if key != "limit"}  # a store of before rows had a limit
+    assert scores_of([before, others[0]]) == scores_of([before, {**before, "n": 10, "value": 0.1}]) == {"ARC-E": 60.0}
+
+
 def test_formats():
     ours = {"my_run": dict.fromkeys(TASK_LABELS, 99.0) | {"PPL": 5.0}}
     rows = compared(ours, "1.3B")

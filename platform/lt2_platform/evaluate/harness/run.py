@@ -61,7 +61,7 @@ def evaluate(
     actors: int = 0,
     progress: Callable[[dict[str, Any]], None] = lambda values: None,
 ) -> list[dict[str, Any]]:
-    """Rows {task, metric, value, stderr, n, split, task_sha256, …}; what could not be scored as asked has rows too.
+    """Rows {task, metric, value, stderr, n, limit, split, task_sha256, …}; also of what could not be scored as asked.
 
     `<out>/samples/<task>.jsonl` gets one line per item, `<out>/batches` the answers that an interrupted evaluation
     finds again. `scorer` answers here when `actors` is 0, and says the window's length in any case, except that a
@@ -112,7 +112,8 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
     items = [item_scores(sample) for sample in samples]
     text = "".join(json.dumps({"task": name, **item}) + "\n" for item in items)
     Storage(out).write_bytes(f"samples/{name}.jsonl", text.encode())
-    place = {"task": name, "split": definition.split, "task_sha256": definition.sha256, "n": len(items)}
+    place = {"task": name, "split": definition.split, "task_sha256": definition.sha256}
+    place |= {"n": len(items), "limit": config.limit}
     scores = found["results"][name]
     rows = []
     for key, value in scores.items():

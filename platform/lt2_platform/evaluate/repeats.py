@@ -1,0 +1,29 @@
+"""Which of several results counts when a run was evaluated more than once on a task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def standing(row: Mapping[str, Any]) -> tuple[int, bool, int]:
+    """Of one run's rows on one task and metric the one that stands highest counts, of equals the later.
+
+    A later checkpoint's `step` stands higher. At one step, rows that say they had no `limit` stand above quick looks;
+    those that say nothing (of tasks without limits, or stored before rows said so) compare with quick looks by `n`.
+    """
+    return _count(row.get("step")), "limit" in row and row["limit"] is None, _count(row.get("n"))
+
+
+def _count(value: Any) -> int:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return int(value) if known else -1
+
+
+def _count_sql(key: str) -> str:
+    return f"COALESCE(TRY_CAST(regexp_extract(row, '\"{key}\": ([0-9]+)', 1) AS BIGINT), -1)"
+
+
+STANDING_SQL = f"({_count_sql('step')}, contains(row, '\"limit\": null'), {_count_sql('n')})"
+"""`standing` as DuckDB's SQL, of rows as JSON in a column `row`; JSON functions would stop at a NaN."""
