@@ -17,7 +17,7 @@ from lt2_platform.evaluate.harness import definitions, packs
 from lt2_platform.evaluate.harness.models import ModelSource
 from lt2_platform.evaluate.harness.run import evaluate
 from lt2_platform.evaluate.harness.scoring import Scored
-from lt2_platform.evaluate.harness.suites import UPSTREAM
+from lt2_platform.evaluate.harness.suites import SUITES, UPSTREAM
 from lt2_platform.storage import Storage
 from tests.platform.evaluate.items import write
 
@@ -229,6 +229,21 @@ def test_recall_of_documents_looks_for_the_value_in_one_line(tmp_path, task):
     assert asked(tmp_path, task, sources, late, name="b")[0] == {"contains": 0.0}
     other = {end: f" value no. {min(i, 1)}+" for i, end in enumerate(right)}
     assert asked(tmp_path, task, sources, other, name="c")[0] == {"contains": 0.5}
+
+
+@pytest.mark.parametrize("task", SUITES["recall"])
+@pytest.mark.parametrize("place", [0, 3000, 5950])
+def test_recall_is_asked_within_2048_tokens_with_the_answer_and_the_prompt(tmp_path, task, place):
+    document, prompt = "x" * place + " Value 7 " + "y" * (6000 - place), "\n\nThe name of it:"
+    rows = [{"text": document + prompt + " ", "value": "Value 7 "}]
+    if task.endswith("cloze"):
+        rows = [{"context": document, "prompt": prompt, "answers": ["value 7"]}]
+    scores, oracle = asked(tmp_path, task, write(tmp_path / "data", **{task: rows}), {prompt: " Value 7\n"})
+    assert scores == {"contains": 1.0}  # and no context_cut
+    (read,) = oracle.prompts
+    assert len(read.encode()) + 1 == 2048 - 48
+    assert "Value 7" in read
+    assert read.endswith(prompt)
 
 
 def test_rows_of_another_release_are_named_when_a_pack_is_built(tmp_path):

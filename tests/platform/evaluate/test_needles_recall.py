@@ -8,7 +8,13 @@ from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import needles, packs
-from lt2_platform.evaluate.harness.recall import contains_all, contains_any, cut_around
+from lt2_platform.evaluate.harness.recall import (
+    contains_all,
+    contains_any,
+    cut_around,
+    cut_to_window,
+    document_and_prompt,
+)
 from tests.platform.evaluate.tiny import model, save
 
 TOKENIZER = ByteTokenizer()
@@ -99,6 +105,31 @@ def test_the_cut_keeps_the_first_answer_and_its_size(place):
         assert cut.index("Answer") == 50
     assert cut_around("short", ["s"], TOKENIZER, 100) == "short"
     assert cut_around("a" * 90 + "b" * 20, ["z"], TOKENIZER, 20) == "b" * 20
+
+
+@pytest.mark.parametrize(
+    "text", ["A document.\n\nName:", "A document.\nIn it Name", "x" * 3000, "one line", "", "a\n" + "y" * 2000]
+)
+def test_a_text_is_its_document_and_its_prompt(text):
+    document, prompt = document_and_prompt(text)
+    assert document + prompt == text
+    assert len(prompt) <= 1000
+    assert document == document.rstrip()
+    if "Name" in text:
+        assert (document, prompt.strip()) == ("A document.", text.splitlines()[-1])
+
+
+def test_what_is_cut_fits_with_its_prompt_whole_whatever_the_tokenizer():
+    """Cutting bytes inside a character leaves marks that take three bytes each, so a first cut can be too long."""
+    document = "é" * 1500 + "Paris" + "ü" * 1500
+    for window in range(100, 120):
+        text = cut_to_window(document, "\nCapital:", ["paris"], TOKENIZER, window)
+        assert len(text.encode()) + 48 + 1 <= window
+        assert text.endswith("\nCapital:")
+        assert "Paris" in text
+    assert cut_to_window(document, "\nCapital:", ["Rome"], TOKENIZER, 58) == "\nCapital:"  # no room for any of it
+    short = document[-10:] + "\nCapital:"
+    assert cut_to_window(document[-10:], "\nCapital:", ["Rome"], TOKENIZER, len(short.encode()) + 49) == short
 
 
 def test_needles_longer_than_the_models_own_length_are_read_whole(tmp_path):

@@ -17,7 +17,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
-from lt2_platform.evaluate.harness.recall import WINDOW, cloze_text
+from lt2_platform.evaluate.harness.recall import WINDOW, cut_to_window, document_and_prompt
 from lt2_platform.evaluate.harness.suites import COLUMNS, FORMATS, UPSTREAM
 from lt2_platform.storage import Storage
 
@@ -84,6 +84,8 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
     task = ConfigurableTask(config=settings) if own is None else of_class(own, data, settings)
     if fixed and shots > (have := len(list(task.fewshot_docs()))):
         raise ConfigError(f"{shots} examples are wanted for {name}, whose definition has {have}")
+    if record["format"] == "upstream" and (window := UPSTREAM[name].window):
+        cut_documents(task, tokenizer, window)
     if examples and "subject" in data[split].column_names:
         examples_of_subject(name, task, data, split, shots)
     sized = "max_length" in COLUMNS.get(record["format"], ())
@@ -120,7 +122,22 @@ def check_choices(name: str, pack: str, data: Mapping[str, Any]) -> None:
 
 
 def cut_cloze(rows: Any, tokenizer: Tokenizer) -> Any:
-    return rows.add_column("query", [cloze_text(row, tokenizer, WINDOW) for row in rows])
+    cut = [cut_to_window(row["context"], row["prompt"], row["answers"], tokenizer, WINDOW) for row in rows]
+    return rows.add_column("query", cut)
+
+
+def cut_documents(task: Any, tokenizer: Tokenizer, window: int) -> None:
+    """Make a task ask its prompts after no more of the document than `window` tokens leave room for.
+
+    The data stays as it is, so that items of models with different tokenizers are still known to be the same.
+    """
+    plain = task.doc_to_text
+
+    def doc_to_text(doc: Mapping[str, Any]) -> str:
+        document, prompt = document_and_prompt(plain(doc))
+        return cut_to_window(document, prompt, [task.doc_to_target(doc)], tokenizer, window)
+
+    task.doc_to_text = doc_to_text
 
 
 def of_class(own: Any, data: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
@@ -148,6 +165,7 @@ def definition_of(name: str, record: Mapping[str, Any]) -> tuple[dict[str, Any],
     path = Path(lm_eval.tasks.__file__).parent / upstream.yaml
     files = sorted(file for file in path.parent.iterdir() if file.name.endswith(("yaml", ".py")))
     changed = [json.dumps(upstream.settings, sort_keys=True)] if upstream.settings else []
+    changed += [f"window {upstream.window}"] if upstream.window else []
     return {**load_yaml(path), **upstream.settings}, [file.read_text() for file in files] + changed
 
 

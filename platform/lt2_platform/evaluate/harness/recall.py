@@ -1,7 +1,8 @@
-"""Recall tasks: an answer must appear in a short greedy continuation. Cloze items are cut around their answer.
+"""Recall tasks: an answer must appear in a short greedy continuation. Their documents are cut around the answer.
 
-Rows {context, prompt, answers}: the model reads the context, then the prompt, and continues. The context is what
-remains of a document after cutting it to a window of tokens centred on the first answer.
+The model reads a document, then the prompt that asks, and continues. Of a longer document remains what fits a window of
+tokens, centred on the first answer; the prompt stays whole. Cloze rows {context, prompt, answers} have both apart, in
+SWDE, FDA and SQuAD completion the prompt is the last line of the text.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from lt2_platform.data.tokenize import Tokenizer
 
 WINDOW, NEW_TOKENS = 2048, 48
+PROMPT_CHARACTERS = 1000  # of a last line that is longer, this much of its end is the prompt
 
 
 def contains_any(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -34,13 +36,31 @@ def cut_around(context: str, answers: Sequence[str], tokenizer: Tokenizer, size:
         return context
     places = [place for answer in answers if (place := context.lower().find(answer.lower())) >= 0]
     if not places:
-        return tokenizer.decode(ids[-size:].tolist())
+        return tokenizer.decode(ids[len(ids) - size :].tolist())
     middle = len(tokenizer.encode_batch([context[: min(places)]])[0])
     first = int(np.clip(middle - size // 2, 0, len(ids) - size))
     return tokenizer.decode(ids[first : first + size].tolist())
 
 
-def cloze_text(row: Mapping[str, Any], tokenizer: Tokenizer, window: int) -> str:
-    """Context and prompt, so that with BOS and 48 new tokens they fit `window`."""
-    taken = len(tokenizer.encode_batch([row["prompt"]])[0]) + NEW_TOKENS + 1
-    return cut_around(row["context"], row["answers"], tokenizer, max(window - taken, 0)) + row["prompt"]
+def cut_to_window(document: str, prompt: str, answers: Sequence[str], tokenizer: Tokenizer, window: int) -> str:
+    """Document and prompt, the document cut around an answer so that with BOS and 48 new tokens they fit `window`."""
+    count = lambda text: len(tokenizer.encode_batch([text])[0])  # noqa: E731
+    room = window - NEW_TOKENS - 1
+    if count(document + prompt) <= room:
+        return document + prompt
+    size = max(room - count(prompt), 0)
+    while True:
+        text = cut_around(document, answers, tokenizer, size) + prompt
+        over = count(text) - room
+        if over <= 0 or size == 0:
+            return text
+        size = max(size - over, 0)  # a part of a text may need more tokens than it had in the whole
+
+
+def document_and_prompt(text: str) -> tuple[str, str]:
+    """A text in two: the prompt is its last line with the line breaks before, or the end of a very long line."""
+    document = text[: text.rfind("\n") + 1].rstrip()
+    prompt = text[len(document) :]
+    if len(prompt) > PROMPT_CHARACTERS:
+        return text[:-PROMPT_CHARACTERS], text[-PROMPT_CHARACTERS:]
+    return document, prompt

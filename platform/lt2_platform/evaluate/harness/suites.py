@@ -8,7 +8,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate.harness.needles import TOKENS_TO_GENERATE
-from lt2_platform.evaluate.harness.recall import NEW_TOKENS, contains_all, contains_any
+from lt2_platform.evaluate.harness.recall import NEW_TOKENS, WINDOW, contains_all, contains_any
 from lt2_platform.evaluate.harness.ruler import TASKS as RULER_TASKS
 
 CORE_TABLE = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "openbookqa", "sciq", "boolq")
@@ -38,6 +38,7 @@ class Upstream:
         few_shot: upstream's split of the few-shot examples; packs call it "train".
         settings: what is changed in the YAML.
         needs: packages that its scoring imports, as pip takes them.
+        window: tokens that a document, the prompt at its end and the continuation may take; None: it is not cut.
     """
 
     yaml: str
@@ -48,6 +49,7 @@ class Upstream:
     few_shot: str = "train"
     settings: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    window: int | None = None
 
 
 ARC = ("question", "choices", "answerKey")
@@ -95,14 +97,15 @@ UPSTREAM: dict[str, Upstream] = {
     ),
     "race": Upstream("race/race.yaml", ("race/high", "race"), ("article", "problems")),
     "commonsense_qa": Upstream("commonsense_qa/default.yaml", ("tau/commonsense_qa", "commonsense_qa"), ARC),
-    "swde": Upstream("swde/swde.yaml", ("based-swde-v2", "swde"), ("text", "value")),
-    "fda": Upstream("fda/fda.yaml", ("based-fda", "fda"), ("text", "value")),
+    "swde": Upstream("swde/swde.yaml", ("based-swde-v2", "swde"), ("text", "value"), window=WINDOW),
+    "fda": Upstream("fda/fda.yaml", ("based-fda", "fda"), ("text", "value"), window=WINDOW),
     "squad_completion": Upstream(
         "squad_completion/squad_completion.yaml",
         ("based-squad", "squad_completion"),
         ("text", "value"),
         # lm-eval 0.4.13 means these, but its defaults (256 tokens, an empty line) come first.
         settings={"generation_kwargs": {"until": ["\n"], "max_gen_toks": NEW_TOKENS}},
+        window=WINDOW,
     ),
     "nq_open": Upstream("nq_open/nq_open.yaml", ("nq_open",), ("question", "answer")),
     "triviaqa": Upstream("triviaqa/default.yaml", ("trivia_qa/rc.nocontext",), ("question", "answer")),
