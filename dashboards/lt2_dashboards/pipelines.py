@@ -97,7 +97,7 @@ def read_log(storage: Storage, step_id: str, attempt: int) -> dict[str, Any]:
             size = file.seek(0, 2)
             file.seek(max(0, size - LOG_TAIL))
             text = file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {"text": None, "size": 0, "cut": 0}
     return {"text": text, "size": size, "cut": max(0, size - LOG_TAIL)}
 

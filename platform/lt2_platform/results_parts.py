@@ -100,7 +100,7 @@ def read_many(storage: Storage, paths: list[str]) -> list[bytes | None]:
     def read(path: str) -> bytes | None:
         try:
             return storage.read_bytes(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the latter: a stray file where a folder would be
             return None
 
     if len(paths) < 2:

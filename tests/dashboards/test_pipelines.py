@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from fastapi.testclient import TestClient
 
 from lt2.config import ConfigError
+from lt2_dashboards.app import create_app
+from lt2_dashboards.auth import Access
 from lt2_dashboards.pipelines import LOG_TAIL, in_order, overall, read_log, read_step, read_workflow
 from lt2_platform.storage import Storage
 
-from .conftest import HOSTILE, attempt, body
+from .conftest import HOSTILE, attempt, body, fill_workflow
 
 
 def test_a_workflow_with_the_states_of_its_steps(client):
@@ -56,6 +59,17 @@ def test_only_the_end_of_a_long_log_is_sent(tmp_path):
     storage.write_bytes("steps/s/attempts/1/log", b"a" * 1_000 + b"b" * LOG_TAIL)
     log = read_log(storage, "s", 1)
     assert log == {"text": "b" * LOG_TAIL, "size": LOG_TAIL + 1_000, "cut": 1_000}
+
+
+def test_stray_files_among_the_folders_are_no_workflows_and_no_attempts(tmp_path):
+    storage = Storage(str(tmp_path))
+    fill_workflow(storage)
+    for path in ("workflows/x", "steps/full-00000000/attempts/7"):
+        storage.write_bytes(path, b"")
+    client = TestClient(create_app(str(tmp_path), Access("none")), base_url="http://127.0.0.1:8787")
+    assert [workflow["id"] for workflow in body(client.get("/api/workflows"))["workflows"]] == ["demo-1"]
+    assert client.get("/api/workflows/x").json()["error"].startswith("no workflow 'x'")
+    assert body(client.get("/api/steps/full-00000000/attempts/7/log"))["text"] is None
 
 
 def test_a_holder_that_fell_silent_is_lost(tmp_path):
