@@ -26,7 +26,7 @@ from lt2_dashboards.auth import LOGIN, Access, Guard, check_bind
 from lt2_dashboards.export import static_html
 from lt2_dashboards.figures import FIGURES, GROUPS, Figure, draw
 from lt2_dashboards.figures.figure import describe
-from lt2_dashboards.pipelines import read_log, read_step, read_workflow, read_workflows
+from lt2_dashboards.pipelines import read_log, read_step, read_trials, read_workflow, read_workflows
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
 from lt2_dashboards.runs_table import runs_page
@@ -95,7 +95,7 @@ def _add_api(app: FastAPI, source: Source) -> None:
 
     @app.get("/api/workflows")
     def workflows(request: Request) -> Response:
-        return answer(request, {"workflows": read_workflows(source.storage, source.clock())})
+        return answer(request, read_workflows(source.storage, source.clock()))
 
     @app.get("/api/workflows/{workflow_id}")
     def workflow(request: Request, workflow_id: str) -> Response:
@@ -105,6 +105,10 @@ def _add_api(app: FastAPI, source: Source) -> None:
     def step(request: Request, step_id: str) -> Response:
         found = read_step(source.storage, step_id, source.clock())
         return answer(request, found | {"has_run": bool(source.snapshot().runs([step_id]))})
+
+    @app.get("/api/steps/{step_id}/trials")
+    def trials(request: Request, step_id: str) -> Response:
+        return answer(request, read_trials(source.storage, step_id, source.clock()))
 
     @app.get("/api/steps/{step_id}/attempts/{attempt}/log")
     def log(request: Request, step_id: str, attempt: int) -> Response:

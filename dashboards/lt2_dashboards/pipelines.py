@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lt2.config import ConfigError
@@ -19,31 +22,48 @@ from lt2_platform.storage import Storage
 
 LOG_TAIL = 200_000  # bytes of a log that one answer carries
 MAX_WORKFLOWS = 200  # newest first on the list
+MAX_TRIALS = 1_000  # on the page of a sweep's step
 MAX_ATTEMPTS = 50  # newest first on a step's page
 SILENT_LEASES = 2.0  # a holder whose heartbeat is older than this many leases is gone
+
+STATES = ("failed", "running", "lost", "interrupted", "infrastructure", "waiting", "done")  # what needs attention first
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def read_workflows(storage: Storage, now: float) -> list[dict[str, Any]]:
-    """Every workflow with the states of its steps, the latest activity first."""
-    names = [name for name in storage.list("workflows") if _NAME.fullmatch(name)]
-    dags = [(n, _json(data)) for n, data in zip(names, read_many(storage, [f"workflows/{n}/dag.json" for n in names]))]
-    found = []
-    for name, dag in dags:
-        if dag is None:
-            continue
-        steps = _step_states(storage, list(dag.get("ids", {}).values()), now)
-        found.append(
-            {
-                "id": name,
-                "recipe": dag.get("workflow") or name,
-                "states": [step["state"] for step in steps],
-                "state": overall([step["state"] for step in steps]),
-                "updated": max((step["ended"] or step["started"] or 0 for step in steps), default=0),
-            }
-        )
-    return sorted(found, key=lambda workflow: -workflow["updated"])[:MAX_WORKFLOWS]
+def read_workflows(storage: Storage, now: float) -> dict[str, Any]:
+    """{"workflows", "trials", "left_out"}: those with the latest activity, and how many are not among them.
+
+    A sweep's trials are counted at its step and left to that step's page; one whose sweep is gone is listed itself.
+    """
+    dags = _dags(storage)
+    steps = {id_ for dag in dags.values() if not dag.get("part_of") for id_ in dag.get("ids", {}).values()}
+    trials = Counter(dag["part_of"] for dag in dags.values() if dag.get("part_of") in steps)
+    listed = {name: dag for name, dag in dags.items() if dag.get("part_of") not in trials}
+    found = sorted(_summaries(storage, listed, now), key=lambda workflow: -workflow["updated"])
+    for workflow in found:
+        ids = listed[workflow["id"]].get("ids", {}).values()
+        workflow["trials"] = {id_: trials[id_] for id_ in ids if id_ in trials}
+    return {
+        "workflows": found[:MAX_WORKFLOWS],
+        "trials": trials.total(),
+        "left_out": max(0, len(found) - MAX_WORKFLOWS),
+    }
+
+
+def read_trials(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
+    """The workflows that a sweep's step runs, those that need attention first: {"trials", "states", "left_out"}.
+
+    "states" counts all of them, also those that "trials" leaves out.
+    """
+    checked(step_id)
+    dags = {name: dag for name, dag in _dags(storage).items() if dag.get("part_of") == step_id}
+    found = sorted(_summaries(storage, dags, now), key=lambda trial: (STATES.index(trial["state"]), trial["id"]))
+    return {
+        "trials": found[:MAX_TRIALS],
+        "states": Counter(trial["state"] for trial in found),
+        "left_out": max(0, len(found) - MAX_TRIALS),
+    }
 
 
 def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, Any]:
@@ -53,13 +73,14 @@ def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, A
         raise ConfigError(f"no workflow {workflow_id[:60]!r} in {storage.root}")
     ids = dag.get("ids", {})
     specs = [_json(data) or {} for data in read_many(storage, [f"steps/{id_}/spec.json" for id_ in ids.values()])]
-    states = _step_states(storage, list(ids.values()), now)
+    states = _step_states(storage, ids.values(), now)
     steps = [
-        {"name": name, "id": id_, "needs": sorted(spec.get("needs", {})), **state}
-        for (name, id_), spec, state in zip(ids.items(), specs, states)
+        {"name": name, "id": id_, "needs": sorted(spec.get("needs", {})), **states[id_]}
+        for (name, id_), spec in zip(ids.items(), specs)
     ]
     return {
         "id": workflow_id,
+        "part_of": dag.get("part_of"),
         "recipe": dag.get("workflow") or workflow_id,
         "state": overall([step["state"] for step in steps]),
         "steps": in_order(steps),
@@ -81,6 +102,7 @@ def read_step(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
         "name": spec.get("name", step_id),
         "config": {key: as_text(value) for key, value in sorted(flatten(spec.get("config") or {}).items())},
         "needs": spec.get("needs", {}),
+        "sweep": (spec.get("config") or {}).get("type") == "sweep",
         "done": done is not None,
         "result": {k: as_text(v) for k, v in flatten(result if isinstance(result, dict) else {}).items()},
         "attempts": attempts,
@@ -125,11 +147,8 @@ def in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def overall(states: list[str]) -> str:
-    """One word for a workflow: failed before running before lost before waiting before done."""
-    for state in ("failed", "running", "lost", "interrupted", "infrastructure", "waiting"):
-        if state in states:
-            return state
-    return "done"
+    """One word for a workflow: the first of STATES that one of its steps is in."""
+    return next((state for state in STATES if state in states), "done")
 
 
 def checked(name: str) -> str:
@@ -139,8 +158,37 @@ def checked(name: str) -> str:
     return name
 
 
-def _step_states(storage: Storage, step_ids: list[str], now: float) -> list[dict[str, Any]]:
-    return [_step_state(storage, step_id, now) for step_id in step_ids]
+def _dags(storage: Storage) -> dict[str, dict[str, Any]]:
+    names = [name for name in storage.list("workflows") if _NAME.fullmatch(name)]
+    found = zip(names, map(_json, read_many(storage, [f"workflows/{name}/dag.json" for name in names])))
+    return {name: dag for name, dag in found if dag is not None}
+
+
+def _summaries(storage: Storage, dags: dict[str, dict[str, Any]], now: float) -> list[dict[str, Any]]:
+    """A line of a list for each workflow; "error" is that of its first step that has one."""
+    known = _step_states(storage, (id_ for dag in dags.values() for id_ in dag.get("ids", {}).values()), now)
+    found = []
+    for name, dag in dags.items():
+        steps = [known[id_] for id_ in dag.get("ids", {}).values()]
+        states = [step["state"] for step in steps]
+        found.append(
+            {
+                "id": name,
+                "recipe": dag.get("workflow") or name,
+                "states": states,
+                "state": overall(states),
+                "error": next((step["error"] for step in steps if step["error"]), None),
+                "updated": max((step["ended"] or step["started"] or 0 for step in steps), default=0),
+            }
+        )
+    return found
+
+
+def _step_states(storage: Storage, step_ids: Iterable[str], now: float) -> dict[str, dict[str, Any]]:
+    """By id; each once, for the trials of a sweep share steps, and in parallel, because S3 answers in tens of ms."""
+    ids = list(dict.fromkeys(step_ids))
+    with ThreadPoolExecutor(min(16, len(ids) or 1)) as pool:
+        return dict(zip(ids, pool.map(lambda step_id: _step_state(storage, step_id, now), ids)))
 
 
 def _step_state(storage: Storage, step_id: str, now: float) -> dict[str, Any]:

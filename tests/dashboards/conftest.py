@@ -119,6 +119,25 @@ def attempt(
     storage.write_bytes(f"{folder}/log", log.encode() + b"\xff\n")
 
 
+def fill_sweep(storage: Storage, trials: int, *, failed: int) -> None:
+    """A workflow "swept-1" of one sweep step, and its trials: the last `failed` failed, the others are done."""
+    now = time.time()
+    dag = {"workflow": "swept", "ids": {"sweep": "sweep-00000000"}}
+    storage.write_json("workflows/swept-1/dag.json", dag)
+    spec = {"name": "sweep", "config": {"type": "sweep"}, "needs": {}}
+    storage.write_json("steps/sweep-00000000/spec.json", spec)
+    attempt(storage, "sweep-00000000", 1, "running", now - 500, beat=now)
+    for number in range(trials):
+        step = f"pretrain-{number:08d}"
+        dag = {"workflow": f"swept-{number}", "ids": {"pretrain": step}, "part_of": "sweep-00000000"}
+        storage.write_json(f"workflows/swept-trial-{number}/dag.json", dag)
+        storage.write_json(f"steps/{step}/spec.json", {"name": "pretrain", "config": {}, "needs": {}})
+        if number >= trials - failed:
+            attempt(storage, step, 1, "failed", now - 100, error=f"trial {number} ran out of memory")
+        else:
+            storage.write_json(f"steps/{step}/done.json", {"attempt": 1, "ended": now - 50, "result": {}})
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("store")

@@ -19,7 +19,7 @@ from lt2_platform.results import ResultsStore
 from lt2_platform.results_index import compact
 from lt2_platform.storage import Storage
 
-from .conftest import HOSTILE, fill, fill_workflow
+from .conftest import HOSTILE, fill, fill_sweep, fill_workflow
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 QUIET = ("background-networking", "component-update", "sync", "gpu", "quic")
@@ -250,6 +250,22 @@ def test_workflow_graph_attempts_and_log(page, site):
     page.wait_for_url("**/runs/hybrid-2")
     page.get_by_role("link", name="attempts and log").click()
     page.locator("pre.log", has_text="attempt 1 of hybrid-2").wait_for()
+
+
+def test_a_sweeps_trials_from_the_list_to_a_failed_one_and_back(page, site):
+    fill_sweep(site.store.storage, 3, failed=1)
+    page.goto(f"{site.address}/workflows")
+    page.get_by_text("3 trials of sweeps are not in this list").wait_for()
+    assert page.locator("tbody tr").count() == 2
+    page.get_by_role("link", name="3 trials").click()
+    trials = page.locator(".trials tbody tr")
+    trials.nth(2).wait_for()
+    assert "trial 2 ran out of memory" in trials.nth(0).inner_text()
+    assert page.locator(".trials .chips").inner_text().split() == ["failed", "1", "done", "2"]
+    page.get_by_role("link", name="swept-trial-2").click()
+    page.locator(".notice", has_text="trial 2 ran out of memory").wait_for()
+    page.get_by_role("link", name="sweep-00000000").click()
+    trials.nth(2).wait_for()
 
 
 def test_evaluations_beside_the_paper(page, site):

@@ -6,12 +6,22 @@ import pytest
 from fastapi.testclient import TestClient
 
 from lt2.config import ConfigError
+from lt2_dashboards import pipelines
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
-from lt2_dashboards.pipelines import LOG_TAIL, in_order, overall, read_log, read_step, read_workflow
+from lt2_dashboards.pipelines import (
+    LOG_TAIL,
+    in_order,
+    overall,
+    read_log,
+    read_step,
+    read_trials,
+    read_workflow,
+    read_workflows,
+)
 from lt2_platform.storage import Storage
 
-from .conftest import HOSTILE, attempt, body, fill_workflow
+from .conftest import HOSTILE, attempt, body, fill_sweep, fill_workflow
 
 
 def test_a_workflow_with_the_states_of_its_steps(client):
@@ -44,6 +54,44 @@ def test_a_step_with_attempts_newest_first(client):
     assert step["has_run"] is False
     assert body(client.get("/api/steps/hybrid-2"))["has_run"] is True
     assert body(client.get("/api/steps/prepare-00000000"))["result"] == {"tokens": "5"}
+
+
+def test_a_sweeps_trials_are_on_its_steps_page_and_not_on_the_list(tmp_path):
+    storage = Storage(str(tmp_path))
+    fill_workflow(storage)
+    fill_sweep(storage, 250, failed=2)
+    storage.write_json("workflows/orphan/dag.json", {"workflow": "orphan", "ids": {}, "part_of": "sweep-of-old"})
+    client = TestClient(create_app(str(tmp_path), Access("none")), base_url="http://127.0.0.1:8787")
+    found = body(client.get("/api/workflows"))
+    assert {w["id"]: w["trials"] for w in found["workflows"]} == {
+        "demo-1": {},
+        "swept-1": {"sweep-00000000": 250},
+        "orphan": {},
+    }
+    assert (found["trials"], found["left_out"]) == (250, 0)
+    assert body(client.get("/api/steps/sweep-00000000"))["sweep"] is True
+    assert body(client.get("/api/steps/full-00000000"))["sweep"] is False
+    sweep = body(client.get("/api/steps/sweep-00000000/trials"))
+    assert (sweep["states"], len(sweep["trials"]), sweep["left_out"]) == ({"failed": 2, "done": 248}, 250, 0)
+    assert [(t["id"], t["state"], t["error"]) for t in sweep["trials"][:3]] == [
+        ("swept-trial-248", "failed", "trial 248 ran out of memory"),
+        ("swept-trial-249", "failed", "trial 249 ran out of memory"),
+        ("swept-trial-0", "done", None),
+    ]
+    assert body(client.get("/api/workflows/swept-trial-249"))["part_of"] == "sweep-00000000"
+
+
+def test_what_a_list_leaves_out_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipelines, "MAX_WORKFLOWS", 1)
+    monkeypatch.setattr(pipelines, "MAX_TRIALS", 2)
+    storage = Storage(str(tmp_path))
+    fill_workflow(storage)
+    fill_sweep(storage, 5, failed=1)
+    found = read_workflows(storage, 0.0)
+    assert ([w["id"] for w in found["workflows"]], found["left_out"]) == (["demo-1"], 1)
+    sweep = read_trials(storage, "sweep-00000000", 0.0)
+    assert [trial["id"] for trial in sweep["trials"]] == ["swept-trial-4", "swept-trial-0"]
+    assert (sweep["states"], sweep["left_out"]) == ({"failed": 1, "done": 4}, 3)
 
 
 def test_logs(client):
@@ -113,6 +161,7 @@ def test_names_that_are_no_folders_are_refused(tmp_path, name):
     for read in (
         lambda s, n: read_workflow(s, n, 0.0),
         lambda s, n: read_step(s, n, 0.0),
+        lambda s, n: read_trials(s, n, 0.0),
         lambda s, n: read_log(s, n, 1),
     ):
         with pytest.raises(ConfigError, match="no name of a workflow or step"):

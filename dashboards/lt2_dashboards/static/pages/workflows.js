@@ -10,18 +10,30 @@ const NODE = { width: 196, height: 54, gapX: 56, gapY: 16 };
 export function workflowsPage(main) {
   const list = h("div", {}, h("p", { class: "quiet-note loading" }, "Reading workflows…"));
   fill(main, h("header", { class: "page-head" }, h("h1", {}, "Workflows")), list);
-  const stop = poll("/api/workflows", ({ workflows }) => fill(list, workflows.length ? table(workflows) : notice("empty", "No workflows yet", "A workflow appears here as soon as it starts:", "lt2 run quickstart")),
+  const stop = poll("/api/workflows", (found) => fill(list, found.workflows.length ? listed(found) : notice("empty", "No workflows yet", "A workflow appears here as soon as it starts:", "lt2 run quickstart")),
     (error) => fill(list, notice("error", "The workflows cannot be shown", error.message)));
   return { destroy: stop };
 }
 
-const table = (workflows) => h("div", { class: "table-wrap" }, h("table", { class: "numbers" },
-  h("thead", {}, h("tr", {}, ["workflow", "state", "steps", "last activity"].map((name) => h("th", { scope: "col" }, name)))),
-  h("tbody", {}, workflows.map((workflow) => h("tr", {},
-    h("th", { scope: "row" }, h("a", { href: `/workflows/${workflow.id}` }, workflow.id)),
-    h("td", {}, status(workflow.state)),
-    h("td", {}, h("span", { class: "beads", title: workflow.states.join(", ") }, workflow.states.map((state) => h("i", { class: `bead ${state}` }))), ` ${workflow.states.filter((state) => state === "done").length} of ${workflow.states.length} done`),
-    h("td", { class: "faint" }, workflow.states.includes("running") ? "now" : workflow.updated ? ago(workflow.updated) : "not started"))))));
+const listed = ({ workflows, trials, left_out: more }) => [
+  table(["workflow", "state", "steps", "last activity"], workflows.map((workflow) => [...cells(workflow),
+    h("td", { class: "faint" }, workflow.states.includes("running") ? "now" : workflow.updated ? ago(workflow.updated) : "not started")])),
+  trials ? h("p", { class: "quiet-note" }, `${plural(trials, "trial")} of sweeps ${trials === 1 ? "is" : "are"} not in this list: the sweep's own page shows them.`) : null,
+  more ? h("p", { class: "quiet-note" }, `${plural(more, "more workflow")} whose last activity is older ${more === 1 ? "is" : "are"} not shown.`) : null,
+];
+
+const plural = (count, name) => `${number(count)} ${name}${count === 1 ? "" : "s"}`;
+
+const table = (columns, rows) => h("div", { class: "table-wrap" }, h("table", { class: "numbers" },
+  h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))),
+  h("tbody", {}, rows.map((row) => h("tr", {}, row)))));
+
+const cells = ({ id, state, states, trials }) => [
+  h("th", { scope: "row" }, h("a", { href: `/workflows/${id}` }, id)),
+  h("td", {}, status(state)),
+  h("td", {}, h("span", { class: "beads", title: states.join(", ") }, states.map((each) => h("i", { class: `bead ${each}` }))), ` ${states.filter((each) => each === "done").length} of ${states.length} done`,
+    Object.entries(trials ?? {}).map(([step, count]) => [" · ", h("a", { href: `/workflows/${id}/steps/${step}` }, plural(count, "trial"))])),
+];
 
 export function workflowPage(main, id, stepId) {
   const header = h("header", { class: "page-head" });
@@ -47,7 +59,7 @@ export function workflowPage(main, id, stepId) {
     const done = body.steps.filter((step) => step.state === "done").length;
     const busy = body.steps.filter((step) => step.started).map((step) => [step.started, step.ended ?? Date.now() / 1000]);
     fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, body.id), status(body.state),
-      facts([["steps", `${done} of ${body.steps.length} done`], ["started", busy.length ? date(Math.min(...busy.map(([from]) => from))) : null], ["time in steps", busy.length ? duration(busy.reduce((sum, [from, to]) => sum + to - from, 0)) : null]]));
+      facts([["trial of", body.part_of ? h("a", { href: `/workflows/-/steps/${body.part_of}` }, body.part_of) : null], ["steps", `${done} of ${body.steps.length} done`], ["started", busy.length ? date(Math.min(...busy.map(([from]) => from))) : null], ["time in steps", busy.length ? duration(busy.reduce((sum, [from, to]) => sum + to - from, 0)) : null]]));
     drawGraph(graph, body, chosen);
     if (!chosen) {
       const first = body.steps.find((step) => ["failed", "running", "lost", "interrupted"].includes(step.state)) ?? body.steps.at(-1);
@@ -112,8 +124,9 @@ function stepPanel(parent, id) {
   const cut = h("p", { class: "quiet-note" });
   const side = h("div", { class: "panels" });
   const reports = h("div", { class: "reports" });
-  let body = null, reading = null, stopLog = () => {};
-  fill(parent, h("section", { class: "panel" }, head, attempts, cut, log), reports, side);
+  const trials = h("div", { class: "reports" });
+  let body = null, reading = null, stopLog = () => {}, stopTrials = null;
+  fill(parent, h("section", { class: "panel" }, head, attempts, cut, log), reports, trials, side);
   const stop = poll(`/api/steps/${encodeURIComponent(id)}`, (found) => { body = found; show(); }, (error) => fill(parent, notice("error", "This step cannot be shown", error.message)));
 
   function show() {
@@ -136,6 +149,7 @@ function stepPanel(parent, id) {
     const [texts, values] = partition(body.result, (value) => typeof value === "string" && value.includes("\n"));
     fill(reports, Object.values(texts).map((text) => h("section", { class: "panel" }, h("h2", {}, "Report"), h("pre", { class: "log", tabindex: "0" }, text.replace(/^\n+|\s+$/g, "")))));
     fill(side, list("Result", values), list("Settings", body.config));
+    if (body.sweep) stopTrials ??= poll(`/api/steps/${encodeURIComponent(id)}/trials`, (found) => fill(trials, trialsPanel(found)), (error) => fill(trials, notice("error", "The trials cannot be shown", error.message)), { every: 5000 });
   }
 
   function showLog({ text, cut: missing }) {
@@ -146,7 +160,14 @@ function stepPanel(parent, id) {
   }
 
   parent.refresh = () => body && show();
-  return () => { stop(); stopLog(); };
+  return () => { stop(); stopLog(); stopTrials?.(); };
+}
+
+function trialsPanel({ trials, states, left_out: more }) {
+  if (!trials.length) return h("p", { class: "quiet-note" }, "No trial has started yet.");
+  const rows = trials.map((trial) => [...cells(trial), h("td", { class: "why faint", title: trial.error ?? "" }, trial.error ?? "")]);
+  return h("section", { class: "panel trials" }, h("h2", {}, "Trials"), h("div", { class: "chips" }, Object.entries(states).map(([state, count]) => h("span", {}, status(state), ` ${number(count)}`))),
+    table(["trial", "state", "steps", "error"], rows), more ? h("p", { class: "quiet-note" }, `${plural(more, "more trial")} ${more === 1 ? "is" : "are"} not shown.`) : null);
 }
 
 const partition = (object, test) => [true, false].map((wanted) => Object.fromEntries(Object.entries(object).filter(([, value]) => test(value) === wanted)));
