@@ -26,10 +26,11 @@ from lt2_dashboards.auth import LOGIN, Access, Guard, check_bind
 from lt2_dashboards.export import static_html
 from lt2_dashboards.figures import FIGURES, GROUPS, Figure, draw
 from lt2_dashboards.figures.figure import describe
-from lt2_dashboards.pipelines import read_log, read_step, read_trials, read_workflow, read_workflows
+from lt2_dashboards.pipelines import read_trials, read_workflow, read_workflows
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
 from lt2_dashboards.runs_table import runs_page
+from lt2_dashboards.steps import read_log, read_step
 
 log = logging.getLogger(__name__)
 

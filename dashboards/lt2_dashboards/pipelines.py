@@ -1,79 +1,76 @@
-"""Workflows and their steps, read from the records that the workflow engine leaves in storage.
+"""Workflows, read from the records that the workflow engine leaves in storage.
 
-workflows/<id>/dag.json                     {"id", "ids": {step name: step id}, "steps"…}
-steps/<step id>/spec.json                   {"name", "config", "needs": {step name: step id}}
-steps/<step id>/attempts/<n>/{lease,state}.json, log
-steps/<step id>/done.json
+workflows/<id>/dag.json                     {"id", "ids": {step name: step id}, "steps"…}; a trial's "part_of" a step id
+workflows/<id>/events/*.jsonl
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2_dashboards.records import Records, checked, is_name
+from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.results_parts import read_many
-from lt2_platform.results_tables import as_text, flatten
 from lt2_platform.storage import Storage
 
-LOG_TAIL = 200_000  # bytes of a log that one answer carries
 MAX_WORKFLOWS = 200  # newest first on the list
 MAX_TRIALS = 1_000  # on the page of a sweep's step
-MAX_ATTEMPTS = 50  # newest first on a step's page
-SILENT_LEASES = 2.0  # a holder whose heartbeat is older than this many leases is gone
-
-STATES = ("failed", "running", "lost", "interrupted", "infrastructure", "waiting", "done")  # what needs attention first
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# What needs attention first.
+STATES = ("failed", "unreadable", "running", "lost", "interrupted", "infrastructure", "waiting", "done")
 
 
 def read_workflows(storage: Storage, now: float) -> dict[str, Any]:
-    """{"workflows", "trials", "left_out"}: those with the latest activity, and how many are not among them.
+    """{"workflows", "trials", "left_out", "skipped"}: those with the latest activity, and how many are not among them.
 
     A sweep's trials are counted at its step and left to that step's page; one whose sweep is gone is listed itself.
     """
-    dags = _dags(storage)
-    steps = {id_ for dag in dags.values() if not dag.get("part_of") for id_ in dag.get("ids", {}).values()}
+    records = Records(storage)
+    dags = _dags(records)
+    steps = {id_ for dag in dags.values() if not dag.get("part_of") for id_ in dag["ids"].values()}
     trials = Counter(dag["part_of"] for dag in dags.values() if dag.get("part_of") in steps)
     listed = {name: dag for name, dag in dags.items() if dag.get("part_of") not in trials}
-    found = sorted(_summaries(storage, listed, now), key=lambda workflow: -workflow["updated"])
+    found = sorted(_summaries(records, listed, now), key=lambda workflow: -workflow["updated"])
     for workflow in found:
-        ids = listed[workflow["id"]].get("ids", {}).values()
+        ids = listed[workflow["id"]]["ids"].values()
         workflow["trials"] = {id_: trials[id_] for id_ in ids if id_ in trials}
     return {
         "workflows": found[:MAX_WORKFLOWS],
         "trials": trials.total(),
         "left_out": max(0, len(found) - MAX_WORKFLOWS),
+        "skipped": records.lines(),
     }
 
 
 def read_trials(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
-    """The workflows that a sweep's step runs, those that need attention first: {"trials", "states", "left_out"}.
+    """The workflows that a sweep's step runs, those that need attention first.
 
-    "states" counts all of them, also those that "trials" leaves out.
+    {"trials", "states", "left_out", "skipped"}; "states" counts all of them, also those that "trials" leaves out.
     """
     checked(step_id)
-    dags = {name: dag for name, dag in _dags(storage).items() if dag.get("part_of") == step_id}
-    found = sorted(_summaries(storage, dags, now), key=lambda trial: (STATES.index(trial["state"]), trial["id"]))
+    records = Records(storage)
+    dags = {name: dag for name, dag in _dags(records).items() if dag.get("part_of") == step_id}
+    found = sorted(_summaries(records, dags, now), key=lambda trial: (STATES.index(trial["state"]), trial["id"]))
     return {
         "trials": found[:MAX_TRIALS],
         "states": Counter(trial["state"] for trial in found),
         "left_out": max(0, len(found) - MAX_TRIALS),
+        "skipped": records.lines(),
     }
 
 
 def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, Any]:
-    """One workflow: steps in an order in which each comes after what it needs, edges, and what happened."""
-    dag = _json(_read(storage, f"workflows/{checked(workflow_id)}/dag.json"))
+    """One workflow: steps in an order in which each comes after what it needs, edges, events, unreadable files."""
+    records = Records(storage)
+    dag = records.read(_dag_path(workflow_id))
     if dag is None:
-        raise ConfigError(f"no workflow {workflow_id[:60]!r} in {storage.root}")
+        (line,) = records.lines() or [f"no workflow {workflow_id[:60]!r} in {storage.root}"]
+        raise ConfigError(line)
     ids = dag.get("ids", {})
-    specs = [_json(data) or {} for data in read_many(storage, [f"steps/{id_}/spec.json" for id_ in ids.values()])]
-    states = _step_states(storage, ids.values(), now)
+    specs = [spec or {} for spec in records.read_all([spec_path(id_) for id_ in ids.values()])]
+    states = step_states(records, ids.values(), now)
     steps = [
         {"name": name, "id": id_, "needs": sorted(spec.get("needs", {})), **states[id_]}
         for (name, id_), spec in zip(ids.items(), specs)
@@ -85,43 +82,8 @@ def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, A
         "state": overall([step["state"] for step in steps]),
         "steps": in_order(steps),
         "events": _events(storage, workflow_id),
+        "skipped": records.lines(),
     }
-
-
-def read_step(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
-    """One step: settings, every attempt, and the result it left."""
-    spec = _json(_read(storage, f"steps/{checked(step_id)}/spec.json"))
-    if spec is None:
-        raise ConfigError(f"no step {step_id[:60]!r} in {storage.root}")
-    done = _json(_read(storage, f"steps/{step_id}/done.json"))
-    numbers = _attempts(storage, step_id)[-MAX_ATTEMPTS:]
-    attempts = [{"attempt": n, **_attempt(storage, step_id, n, now)} for n in reversed(numbers)]
-    result = (done or {}).get("result")
-    return {
-        "id": step_id,
-        "name": spec.get("name", step_id),
-        "config": {key: as_text(value) for key, value in sorted(flatten(spec.get("config") or {}).items())},
-        "needs": spec.get("needs", {}),
-        "sweep": (spec.get("config") or {}).get("type") == "sweep",
-        "done": done is not None,
-        "result": {k: as_text(v) for k, v in flatten(result if isinstance(result, dict) else {}).items()},
-        "attempts": attempts,
-    }
-
-
-def read_log(storage: Storage, step_id: str, attempt: int) -> dict[str, Any]:
-    """The end of an attempt's log. Undecodable bytes are shown as �; control characters are left to the page."""
-    path = f"steps/{checked(step_id)}/attempts/{attempt}/log"
-    if not 0 < attempt < 10**9:
-        raise ConfigError(f"no attempt {str(attempt)[:20]} of {step_id}")
-    try:
-        with storage.open(path) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - LOG_TAIL))
-            text = file.read().decode("utf-8", "replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return {"text": None, "size": 0, "cut": 0}
-    return {"text": text, "size": size, "cut": max(0, size - LOG_TAIL)}
 
 
 def in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,25 +113,22 @@ def overall(states: list[str]) -> str:
     return next((state for state in STATES if state in states), "done")
 
 
-def checked(name: str) -> str:
-    """`name` if it can be a folder of ours. Raises ConfigError: nothing else is ever joined to a path."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name[:60]!r} is no name of a workflow or step")
-    return name
+def _dags(records: Records) -> dict[str, dict[str, Any]]:
+    names = [name for name in records.storage.list("workflows") if is_name(name)]
+    found = zip(names, records.read_all([_dag_path(name) for name in names]))
+    return {name: {"ids": {}} | dag for name, dag in found if dag is not None}
 
 
-def _dags(storage: Storage) -> dict[str, dict[str, Any]]:
-    names = [name for name in storage.list("workflows") if _NAME.fullmatch(name)]
-    found = zip(names, map(_json, read_many(storage, [f"workflows/{name}/dag.json" for name in names])))
-    return {name: dag for name, dag in found if dag is not None}
+def _dag_path(workflow_id: str) -> str:
+    return f"workflows/{checked(workflow_id)}/dag.json"
 
 
-def _summaries(storage: Storage, dags: dict[str, dict[str, Any]], now: float) -> list[dict[str, Any]]:
+def _summaries(records: Records, dags: dict[str, dict[str, Any]], now: float) -> list[dict[str, Any]]:
     """A line of a list for each workflow; "error" is that of its first step that has one."""
-    known = _step_states(storage, (id_ for dag in dags.values() for id_ in dag.get("ids", {}).values()), now)
+    known = step_states(records, (id_ for dag in dags.values() for id_ in dag["ids"].values()), now)
     found = []
     for name, dag in dags.items():
-        steps = [known[id_] for id_ in dag.get("ids", {}).values()]
+        steps = [known[id_] for id_ in dag["ids"].values()]
         states = [step["state"] for step in steps]
         found.append(
             {
@@ -184,44 +143,6 @@ def _summaries(storage: Storage, dags: dict[str, dict[str, Any]], now: float) ->
     return found
 
 
-def _step_states(storage: Storage, step_ids: Iterable[str], now: float) -> dict[str, dict[str, Any]]:
-    """By id; each once, for the trials of a sweep share steps, and in parallel, because S3 answers in tens of ms."""
-    ids = list(dict.fromkeys(step_ids))
-    with ThreadPoolExecutor(min(16, len(ids) or 1)) as pool:
-        return dict(zip(ids, pool.map(lambda step_id: _step_state(storage, step_id, now), ids)))
-
-
-def _step_state(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
-    """{"state", "attempt", "started", "ended", "error"}; "lost" is a step whose process ended without a word."""
-    done = _json(_read(storage, f"steps/{checked(step_id)}/done.json"))
-    numbers = _attempts(storage, step_id)
-    if not numbers:
-        state = "done" if done is not None else "waiting"
-        return {"state": state, "attempt": 0, "started": None, "ended": (done or {}).get("ended"), "error": None}
-    attempt = (done or {}).get("attempt") or numbers[-1]
-    found = {"attempt": attempt, **_attempt(storage, step_id, attempt, now)}
-    if done is not None:
-        found |= {"state": "done", "ended": done.get("ended"), "error": None}
-    return {key: found.get(key) for key in ("state", "attempt", "started", "ended", "error")}
-
-
-def _attempt(storage: Storage, step_id: str, attempt: int, now: float) -> dict[str, Any]:
-    folder = f"steps/{step_id}/attempts/{attempt}"
-    data = read_many(storage, [f"{folder}/state.json", f"{folder}/lease.json"])
-    state, lease = (_json(item) for item in data)
-    state, lease = state or {"state": "running"}, lease or {}
-    name = state.get("state", "running")
-    silent = now - lease.get("time", 0) > SILENT_LEASES * lease.get("ttl_s", 30.0)
-    if name == "running" and (silent or lease.get("released")):
-        name = "lost"
-    known = {key: state.get(key) for key in ("started", "ended", "error", "progress")}
-    return known | {"state": name, "host": lease.get("host"), "provenance": state.get("provenance") or {}}
-
-
-def _attempts(storage: Storage, step_id: str) -> list[int]:
-    return sorted(int(n) for n in storage.list(f"steps/{step_id}/attempts") if n.isdigit() and len(n) < 9)
-
-
 def _events(storage: Storage, workflow_id: str) -> list[dict[str, Any]]:
     folder = f"workflows/{workflow_id}/events"
     names = [name for name in storage.list(folder) if name.endswith(".jsonl")][-20:]
@@ -232,12 +153,8 @@ def _events(storage: Storage, workflow_id: str) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event.get("time") or 0)[-200:]
 
 
-def _read(storage: Storage, path: str) -> bytes | None:
-    return read_many(storage, [path])[0]
-
-
 def _json(data: bytes | None) -> dict[str, Any] | None:
-    """The object in `data`; None for a missing or damaged file, which a reader of a live store has to expect."""
+    """The object in a line; None for a damaged one, which may be half written."""
     try:
         value = json.loads(data) if data is not None else None
     except ValueError:

@@ -87,9 +87,14 @@ def _covered(names: list[str]) -> dict[str, int]:
     return covered
 
 
+def unreadable(path: str, error: Exception) -> str:
+    """The line by which readers say that `path` is left out and why."""
+    return f"{path}: skipped, unreadable ({' '.join(str(error).split())[:200]})"
+
+
 def skip(path: str, error: Exception) -> str:
     """Log that `path` is left out and why; returns the line, for readers that show it."""
-    problem = f"{path}: skipped, unreadable ({' '.join(str(error).split())[:200]})"
+    problem = unreadable(path, error)
     log.warning("%s", problem)
     return problem
 

@@ -268,6 +268,25 @@ def test_a_sweeps_trials_from_the_list_to_a_failed_one_and_back(page, site):
     trials.nth(2).wait_for()
 
 
+def test_damaged_records_are_named(browser, tmp_path):
+    storage = Storage(str(tmp_path / "store"))
+    fill_workflow(storage)
+    for path in ("workflows/torn/dag.json", "steps/prepare-00000000/done.json"):
+        storage.write_bytes(path, b"")
+    with Site(tmp_path / "store") as site:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{site.address}{LOGIN}?token={site.access.token}")
+        page.goto(f"{site.address}/workflows")
+        page.get_by_text("2 records cannot be read").wait_for()
+        page.get_by_text("workflows/torn/dag.json: skipped, unreadable (empty)").wait_for()
+        page.goto(f"{site.address}/workflows/demo-1/steps/prepare-00000000")
+        page.locator(".panel .notice.warn", has_text="steps/prepare-00000000/done.json").wait_for()
+        assert page.locator(".node.unreadable").inner_text().startswith("prepare")
+        assert page.locator(".panel .facts .status").inner_text() == "unreadable"
+        context.close()
+
+
 def test_evaluations_beside_the_paper(page, site):
     page.goto(f"{site.address}/evaluations")
     drawn(page, 3)

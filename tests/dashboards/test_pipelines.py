@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from fastapi.testclient import TestClient
 
@@ -9,16 +11,8 @@ from lt2.config import ConfigError
 from lt2_dashboards import pipelines
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
-from lt2_dashboards.pipelines import (
-    LOG_TAIL,
-    in_order,
-    overall,
-    read_log,
-    read_step,
-    read_trials,
-    read_workflow,
-    read_workflows,
-)
+from lt2_dashboards.pipelines import in_order, overall, read_trials, read_workflow, read_workflows
+from lt2_dashboards.steps import LOG_TAIL, read_log, read_step
 from lt2_platform.storage import Storage
 
 from .conftest import HOSTILE, attempt, body, fill_sweep, fill_workflow
@@ -120,6 +114,56 @@ def test_stray_files_among_the_folders_are_no_workflows_and_no_attempts(tmp_path
     assert body(client.get("/api/steps/full-00000000/attempts/7/log"))["text"] is None
 
 
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"attempt": ', b'{"attempt": "1"}'])
+def test_a_step_with_a_damaged_done_record_is_not_done(tmp_path, data):
+    storage = Storage(str(tmp_path))
+    fill_workflow(storage)
+    path = "steps/prepare-00000000/done.json"
+    storage.write_bytes(path, data)
+    (listed,) = (found := read_workflows(storage, 0.0))["workflows"]
+    assert sorted(listed["states"]) == ["failed", "running", "unreadable", "waiting"]
+    page, step = read_workflow(storage, "demo-1", 0.0), read_step(storage, "prepare-00000000", 0.0)
+    shown = {each["name"]: each for each in page["steps"]}["prepare"]
+    assert (shown["state"], shown["error"].partition(":")[0]) == ("unreadable", path)
+    assert [each["state"] for each in step["attempts"]] == ["unreadable"]
+    for answer in (found, page, step):
+        assert [line.startswith(f"{path}: skipped, unreadable (") for line in answer["skipped"]] == [True]
+
+
+@pytest.mark.parametrize("data", [b"", b"{}]", b'{"ids": []}', b'{"ids": {"a": "../b"}}'])
+def test_a_workflow_with_a_damaged_record_is_named(tmp_path, data):
+    storage = Storage(str(tmp_path))
+    fill_workflow(storage)
+    storage.write_bytes("workflows/torn/dag.json", data)
+    found = read_workflows(storage, 0.0)
+    assert [workflow["id"] for workflow in found["workflows"]] == ["demo-1"]
+    assert [line.partition(" ")[0] for line in found["skipped"]] == ["workflows/torn/dag.json:"]
+    with pytest.raises(ConfigError, match=r"workflows/torn/dag.json: skipped, unreadable"):
+        read_workflow(storage, "torn", 0.0)
+
+
+def test_damaged_records_of_an_attempt(tmp_path):
+    storage, now = Storage(str(tmp_path)), time.time()
+    for name in ("state", "lease"):
+        storage.write_json(f"steps/{name}/spec.json", {"name": "s"})
+        attempt(storage, name, 1, "running", now - 10, beat=now)
+        path = f"steps/{name}/attempts/1/{name}.json"
+        storage.write_bytes(path, b"")
+        step = read_step(storage, name, now)
+        assert [each["state"] for each in step["attempts"]] == ["unreadable"]
+        assert step["skipped"] == [f"{path}: skipped, unreadable (empty)"]
+
+
+def test_a_step_whose_settings_are_damaged_is_named(tmp_path):
+    storage = Storage(str(tmp_path))
+    fill_workflow(storage)
+    path = "steps/report-00000000/spec.json"
+    storage.write_bytes(path, b"")
+    assert read_workflow(storage, "demo-1", 0.0)["skipped"] == [f"{path}: skipped, unreadable (empty)"]
+    with pytest.raises(ConfigError, match=f"^{path}: skipped, unreadable"):
+        read_step(storage, "report-00000000", 0.0)
+
+
 def test_a_holder_that_fell_silent_is_lost(tmp_path):
     storage = Storage(str(tmp_path))
     storage.write_json("steps/s/spec.json", {"name": "s"})
@@ -154,6 +198,7 @@ def test_overall_state():
     assert overall(["done", "done"]) == "done"
     assert overall(["done", "waiting"]) == "waiting"
     assert overall(["done", "running", "failed"]) == "failed"
+    assert overall(["done", "unreadable", "running"]) == "unreadable"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../runs", "a\x00", "x" * 129])

@@ -5,17 +5,22 @@ import { facts, fill, h, notice, setText, status, svg } from "../dom.js";
 import { ago, date, duration, number } from "../format.js";
 import { params, setParams } from "../url.js";
 
+const MAX_LINES = 20; // damaged records named in one notice
 const NODE = { width: 196, height: 54, gapX: 56, gapY: 16 };
 
 export function workflowsPage(main) {
   const list = h("div", {}, h("p", { class: "quiet-note loading" }, "Reading workflows…"));
   fill(main, h("header", { class: "page-head" }, h("h1", {}, "Workflows")), list);
-  const stop = poll("/api/workflows", (found) => fill(list, found.workflows.length ? listed(found) : notice("empty", "No workflows yet", "A workflow appears here as soon as it starts:", "lt2 run quickstart")),
+  const stop = poll("/api/workflows", (found) => fill(list, found.workflows.length || found.skipped.length ? listed(found) : notice("empty", "No workflows yet", "A workflow appears here as soon as it starts:", "lt2 run quickstart")),
     (error) => fill(list, notice("error", "The workflows cannot be shown", error.message)));
   return { destroy: stop };
 }
 
-const listed = ({ workflows, trials, left_out: more }) => [
+// Whatever a damaged record says is unknown, so what stands below may be wrong or missing.
+const unreadable = (lines) => lines.length ? notice("warn", `${plural(lines.length, "record")} cannot be read`, ...lines.slice(0, MAX_LINES), ...(lines.length > MAX_LINES ? [`and ${number(lines.length - MAX_LINES)} more`] : [])) : null;
+
+const listed = ({ workflows, trials, skipped, left_out: more }) => [
+  unreadable(skipped),
   table(["workflow", "state", "steps", "last activity"], workflows.map((workflow) => [...cells(workflow),
     h("td", { class: "faint" }, workflow.states.includes("running") ? "now" : workflow.updated ? ago(workflow.updated) : "not started")])),
   trials ? h("p", { class: "quiet-note" }, `${plural(trials, "trial")} of sweeps ${trials === 1 ? "is" : "are"} not in this list: the sweep's own page shows them.`) : null,
@@ -55,14 +60,14 @@ export function workflowPage(main, id, stepId) {
 
   function show() {
     graph.hidden = false;
-    fill(messages);
+    fill(messages, unreadable(body.skipped));
     const done = body.steps.filter((step) => step.state === "done").length;
     const busy = body.steps.filter((step) => step.started).map((step) => [step.started, step.ended ?? Date.now() / 1000]);
     fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, body.id), status(body.state),
       facts([["trial of", body.part_of ? h("a", { href: `/workflows/-/steps/${body.part_of}` }, body.part_of) : null], ["steps", `${done} of ${body.steps.length} done`], ["started", busy.length ? date(Math.min(...busy.map(([from]) => from))) : null], ["time in steps", busy.length ? duration(busy.reduce((sum, [from, to]) => sum + to - from, 0)) : null]]));
     drawGraph(graph, body, chosen);
     if (!chosen) {
-      const first = body.steps.find((step) => ["failed", "running", "lost", "interrupted"].includes(step.state)) ?? body.steps.at(-1);
+      const first = body.steps.find((step) => ["failed", "unreadable", "running", "lost", "interrupted"].includes(step.state)) ?? body.steps.at(-1);
       if (first) showStep(first.id);
     }
   }
@@ -133,7 +138,7 @@ function stepPanel(parent, id) {
     const number_ = Number(params().attempt) || body.attempts[0]?.attempt;
     const attempt = body.attempts.find((other) => other.attempt === number_);
     const time = attempt?.started ? duration((attempt.ended ?? Date.now() / 1000) - attempt.started) : null;
-    fill(head, h("h2", {}, id), attempt?.error ? notice("error", attempt.error) : null,
+    fill(head, h("h2", {}, id), unreadable(body.skipped), attempt?.error && !body.skipped.includes(attempt.error) ? notice("error", attempt.error) : null,
       attempt ? facts([["state", status(attempt.state)], ["time", time], ["started", date(attempt.started)], ["host", attempt.host], ["code", attempt.provenance?.git?.slice?.(0, 12)],
         ["run", body.has_run ? h("a", { href: `/runs/${id}` }, "curves") : null]]) : h("p", { class: "quiet-note" }, "No attempt yet: this step waits for the ones it needs."));
     fill(attempts, body.attempts.length > 1 ? body.attempts.map((other) => h("button", { type: "button", class: "chip", "aria-pressed": String(other.attempt === number_), onclick: () => setParams({ attempt: other.attempt }) }, `attempt ${other.attempt}`, status(other.state))) : null);
@@ -163,10 +168,10 @@ function stepPanel(parent, id) {
   return () => { stop(); stopLog(); stopTrials?.(); };
 }
 
-function trialsPanel({ trials, states, left_out: more }) {
-  if (!trials.length) return h("p", { class: "quiet-note" }, "No trial has started yet.");
+function trialsPanel({ trials, states, skipped, left_out: more }) {
+  if (!trials.length) return [unreadable(skipped), h("p", { class: "quiet-note" }, "No trial has started yet.")];
   const rows = trials.map((trial) => [...cells(trial), h("td", { class: "why faint", title: trial.error ?? "" }, trial.error ?? "")]);
-  return h("section", { class: "panel trials" }, h("h2", {}, "Trials"), h("div", { class: "chips" }, Object.entries(states).map(([state, count]) => h("span", {}, status(state), ` ${number(count)}`))),
+  return h("section", { class: "panel trials" }, h("h2", {}, "Trials"), unreadable(skipped), h("div", { class: "chips" }, Object.entries(states).map(([state, count]) => h("span", {}, status(state), ` ${number(count)}`))),
     table(["trial", "state", "steps", "error"], rows), more ? h("p", { class: "quiet-note" }, `${plural(more, "more trial")} ${more === 1 ? "is" : "are"} not shown.`) : null);
 }
 
