@@ -21,6 +21,7 @@ from lt2_dashboards.figures.figure import describe
 from lt2_dashboards.figures.paper import DOWNSTREAM, PATTERNS, RATIOS, TASK_LABELS, TASKS
 from lt2_dashboards.queries import Source
 from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
 
 from .conftest import HOSTILE, add_run, body, layout
 
@@ -59,6 +60,13 @@ def test_values_that_cannot_be_drawn_are_counted(source):
     assert "gdn-3: 1 values are NaN or infinite and not drawn." in figure.notes
     missing = curves(source, runs=["full-1", "gdn-3"], metric="nonsense")
     assert missing.option["empty"] == "No run shown here has logged 'nonsense'."
+
+
+def test_the_wait_for_checkpoints_is_titled_in_words(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    with store.create_run("saved", {}) as writer:
+        writer.log(1, {"save_stall": 0.5})
+    assert curves(Source(str(tmp_path)), runs=["saved"], metric="save_stall").title == "Waiting for checkpoints (s)"
 
 
 def test_long_curves_show_the_range_and_cut_off_the_start(tmp_path):

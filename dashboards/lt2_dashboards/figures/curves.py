@@ -25,6 +25,7 @@ TITLES = {
     "step_time": "Step time (s)",
     "data_wait": "Waiting for data (s per step)",
     "data_wait_fraction": "Waiting for data (fraction of the time)",
+    "save_stall": "Waiting for checkpoints (s)",
     "mfu": "Model FLOPs utilisation",
     "ce": "Cross entropy (nats per token)",
     "grad_spikes": "Gradient spikes so far",
