@@ -139,7 +139,7 @@ def _add_figures(app: FastAPI, source: Source) -> None:
     @app.get("/api/figures/{name}")
     def drawn(request: Request, name: str) -> Response:
         found = figure(name, request)
-        body = {name: getattr(found, name) for name in ("title", "option", "columns", "notes", "produce")}
+        body = {name: getattr(found, name) for name in ("title", "option", "columns", "notes", "links", "produce")}
         wanted = request.query_params.get("rows") != "0"  # small charts ask for no table until somebody opens it
         return answer(request, body | ({"rows": found.rows} if wanted else {}))
 

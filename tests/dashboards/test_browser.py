@@ -216,6 +216,20 @@ def test_a_new_run_appears(page, site):
     site.store.storage.delete("results/journal/newcomer.json")
 
 
+def test_a_cut_axis_links_to_the_whole_curve(page, site):
+    with site.store.create_run("steep", {"config": {}}) as writer:
+        for step in range(200):
+            writer.log(step, {"loss": 100.0 if step < 3 else 2 + step / 1000})
+    for address in ("/?sel=steep", "/runs/steep", "/figures/curves?runs=steep"):
+        page.goto(site.address + address)
+        page.locator("figure", has_text="above the axis").get_by_role("link", name="Show it").click()
+        page.wait_for_url(re.compile("/figures/curves.*full=1"))
+        until(page, "document.querySelector('.figure.beside').figure.option().yAxis[0].max == null")
+        assert page.locator(".figure.beside .notes").inner_text() == ""
+        assert page.get_by_label("full", exact=True).is_checked()
+    site.store.storage.delete("results/journal/steep.json")
+
+
 def test_compare_from_the_table(page, site):
     page.goto(f"{site.address}/?sel=full-1,hybrid-2")
     page.get_by_role("link", name="Compare 2").click()

@@ -82,8 +82,12 @@ def test_long_curves_show_the_range_and_cut_off_the_start(tmp_path):
     assert [value for _, value in span["data"]][-1] == pytest.approx(0.3)
     assert [value for _, value in below["data"]][-1] == pytest.approx(2.0)
     assert 2.1 < figure.option["yAxis"]["max"] < 3
-    assert any("above the axis" in note for note in figure.notes)
-    assert "max" not in curves(Source(str(tmp_path)), runs=["long"], full=True).option["yAxis"]
+    (note,) = figure.notes
+    assert "above the axis" in note
+    assert "full" not in note  # a control of the figure's page, and of no other that shows the note
+    whole = draw(FIGURES["curves"], Source(str(tmp_path)), {"runs": "long", **figure.links[note]})
+    assert whole.notes == []
+    assert "max" not in whole.option["yAxis"]
     assert "max" not in curves(Source(str(tmp_path)), runs=["long"], log=True).option["yAxis"]
 
 

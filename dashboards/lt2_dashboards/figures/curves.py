@@ -16,6 +16,7 @@ from lt2_platform.results_curves import refit
 
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
+START_CUT = "The start of training is above the axis."
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
 TITLES = {
     "loss": "Training loss (nats per token)",
@@ -72,12 +73,13 @@ def curves(
         notes.append(f"Not logged by {', '.join(empty[:5])}{' and others' if len(empty) > 5 else ''}.")
     top = None if full or log or "loss" not in metric else _top(series)
     if top is not None:
-        notes.append("The start of training is above the axis; `full` shows it.")
+        notes.append(START_CUT)
     title = TITLES.get(metric) or re.sub(
         r"^rho_norm_(\d+)$", lambda loop: f"Norm of rho, loop {int(loop[1]) + 1}", metric
     )
     columns = ["run", "step", "hours", "min", "mean", "max"]
-    return Figure(title, _option(series, metric, x, log, top), columns, lambda: _table(found), notes)
+    links = {START_CUT: {"full": "1"}}
+    return Figure(title, _option(series, metric, x, log, top), columns, lambda: _table(found), notes, links=links)
 
 
 def _table(found: dict[str, tuple[pa.Table, float]]) -> list[list[Any]]:

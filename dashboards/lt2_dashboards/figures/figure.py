@@ -26,7 +26,8 @@ class Figure:
 
     `columns` name the table's columns with their unit in brackets; `make_rows` returns its rows of str, int, float or
     None, and is called only when somebody looks at the table. Rows whose numbers come from the paper say so in a column
-    called "source". `notes` are sentences shown under the chart. `produce` is the command that makes the data, given
+    called "source". `notes` are sentences shown under the chart; `links` has, by note, the arguments with which the
+    figure shows what that note says is missing: pages link to it. `produce` is the command that makes the data, given
     when this store has none of its own in the figure.
     """
 
@@ -36,6 +37,7 @@ class Figure:
     make_rows: Callable[[], list[list[Any]]]
     notes: list[str] = field(default_factory=list)
     produce: str = ""
+    links: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> list[list[Any]]:

@@ -34,11 +34,14 @@ export function figure(name, options = {}) {
     else draw();
   }
 
+  // The figure's own page; it needs no telling how many points fit a tile.
+  const address = (more = {}) => `/figures/${name}${query({ ...parameters, points: undefined, ...more })}`;
+
   async function load(next) {
     parameters = next;
     const { points: _, ...shared } = next;
     const suffix = query(shared);
-    title.setAttribute("href", `/figures/${name}${suffix}`);
+    title.setAttribute("href", address());
     csv.setAttribute("href", `/api/figures/${name}.csv${suffix}`);
     html.setAttribute("href", `/api/figures/${name}.html${suffix}`);
     controller?.abort();
@@ -67,7 +70,7 @@ export function figure(name, options = {}) {
     canvas.setAttribute("aria-label", `${body.title}: chart; press Table for the numbers`);
     element.classList.toggle("nothing", Boolean(body.option.empty));
     badge.hidden = !body.produce || Boolean(body.option.empty);
-    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, note)));
+    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, note, body.links[note] ? [" ", h("a", { href: address(body.links[note]) }, "Show it")] : null)));
     element.style.setProperty("--rows", String(options.small ? 1 : rowsOf(body.option)));
     if (!table.hidden && body.rows) fillTable();
     if (canvas.hidden) return;
