@@ -391,6 +391,53 @@ def test_a_table_asked_for_before_its_numbers_arrive(page, site):
     assert seen == 50
 
 
+def test_a_narrow_window_scrolls_down_only(page, site):
+    """Wide things scroll inside the page, and the bar keeps all it holds on the screen."""
+    storage = site.store.storage
+    fill_sweep(storage, 3, failed=1)
+    storage.write_json("steps/sweep-00000000/done.json", {"attempt": 1, "result": {"text": f"\n{'column  ' * 30}\n"}})
+    page.set_viewport_size({"width": 420, "height": 900})
+    for address, ready in [
+        ("/", "table.runs tbody tr"),
+        ("/runs/hybrid-2", "figure[data-ready]"),
+        ("/compare?runs=full-1,hybrid-2", "table.compare"),
+        ("/workflows", "table.numbers"),
+        ("/workflows/demo-1", ".node"),
+        ("/workflows/swept-1/steps/sweep-00000000", ".report"),
+        ("/evaluations", "figure[data-ready]"),
+        ("/sweeps", "figure[data-ready]"),
+        ("/figures", ".cards figure[data-ready]"),
+        ("/figures/curves?runs=full-1", "figure[data-ready]"),
+        ("/elsewhere", ".notice"),
+    ]:
+        page.goto(site.address + address)
+        page.locator(ready).first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") == 420, address
+        for item in page.locator("#nav a, #help, #theme").all():
+            box = item.bounding_box()
+            assert 0 <= box["x"] <= 420 - box["width"], (address, item.inner_text())
+        if address.startswith("/workflows/swept-1"):
+            assert page.evaluate("getComputedStyle(document.querySelector('.report')).whiteSpace") == "pre"
+    page.goto(site.address)
+    until(page, "document.getElementById('root').innerText")
+    assert page.locator("#root").bounding_box()["y"] < page.locator("#nav").bounding_box()["y"]
+    assert page.locator(".bar").bounding_box()["height"] < 90
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_the_note_of_a_small_chart_is_not_clipped(page, site, width):
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(f"{site.address}/runs/gdn-3")
+    drawn(page, 5)
+    until(page, "document.querySelectorAll('.tiles .notes p').length >= 2")
+    hidden = """[...document.querySelectorAll(".tiles > .figure")].filter((tile) => {
+        const notes = tile.querySelector(".notes");
+        const below = notes.getBoundingClientRect().bottom > tile.getBoundingClientRect().bottom;
+        return notes.childElementCount && (below || notes.scrollHeight > notes.clientHeight + 1);
+    }).length"""
+    assert page.evaluate(hidden) == 0
+
+
 def test_keyboard(page, site):
     drawn(page, 5)
     page.keyboard.press("j")
