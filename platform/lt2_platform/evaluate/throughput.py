@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lt2.accounting import forward_flops, parameters
-from lt2.decode import GreedyStep
+from lt2.decode import GreedyStep, merge_projections
 from lt2.model import LoopedLM
 from lt2.timing import repeat_seconds
 from lt2_platform.evaluate.config import ThroughputConfig
@@ -31,6 +31,7 @@ def throughput_rows(config: ThroughputConfig, model: LoopedLM, context: TaskCont
     """
     if model.embed.weight.is_cuda:
         model = copy.deepcopy(model).bfloat16()
+        merge_projections(model)
     found = measure(model, config)
     Storage(context.out).write_json("throughput.json", found)
     where = f"batch {config.batch_size}, context {config.context:,}, {found['dtype']}"
