@@ -117,6 +117,6 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
     connection.execute(
         "CREATE TABLE numbers AS SELECT run, metric, value FROM metrics UNION ALL "
         f"SELECT run, concat_ws('/', name, task, metric) AS metric, arg_max(value, ({STANDING_SQL}, rowid)) FROM evals "
-        "WHERE value IS NOT NULL AND name <> 'diagnostics' GROUP BY ALL"
+        "WHERE value IS NOT NULL AND name NOT IN ('diagnostics', 'depth') GROUP BY ALL"  # depths of a model are many
     )
     return connection
