@@ -21,13 +21,29 @@ from lt2_platform.storage import Storage
 FRESH_SECONDS = 0.5  # one page asks several questions at once; the store is listed once for all of them
 # SQL: which evaluation rows are a validation perplexity
 PERPLEXITY = "(name IN ('validation', 'perplexity') AND metric IN ('perplexity', 'ppl'))"
+# SQL: of an evaluation row's JSON, the depth it was measured at; NULL where it says none
+_LOOPS = "TRY_CAST(regexp_extract(e.row, '\"n_loops\": ([0-9]+)', 1) AS BIGINT)"
+_EXITS = "(nullif(regexp_extract(e.row, '\"early_exit\": (true|false)', 1), '') = 'true')"
+_DEPTH = f"(CASE WHEN name = 'depth' THEN {_LOOPS} || ' loops' || if({_EXITS}, ', early exit', '') END)"
+_OWN = f"""
+CREATE VIEW own AS SELECT e.rowid AS place FROM evals e LEFT JOIN (
+    SELECT run, max(number) FILTER (key IN ('model.n_loops', 'n_loops')) AS trained,
+        bool_or((key LIKE 'model.halting%' OR key LIKE 'halting%') AND text <> 'null') AS halts
+    FROM config GROUP BY run
+) USING (run)
+WHERE e.name NOT IN ('depth', 'diagnostics')
+    AND coalesce({_LOOPS} = trained, true) AND coalesce(trained IS NULL OR {_EXITS} = halts, true)
+"""
 CACHED_ANSWERS = 32
 CACHED_CURVES = 64  # about 1 MB each
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The store at one moment, as the tables of results_tables.py and `numbers`: last values and evaluations together.
+    """The store at one moment, as the tables of results_tables.py and two more.
+
+    numbers  run, metric, value: last values and evaluations together
+    own      place: rowid in `evals` of the results of a model as it was trained, at no other depth
 
     Every text that came from a user reaches SQL as a bound parameter.
     """
@@ -116,7 +132,8 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
         connection.unregister("arrow")
     connection.execute(
         "CREATE TABLE numbers AS SELECT run, metric, value FROM metrics UNION ALL "
-        f"SELECT run, concat_ws('/', name, task, metric) AS metric, arg_max(value, ({STANDING_SQL}, rowid)) FROM evals "
-        "WHERE value IS NOT NULL AND name NOT IN ('diagnostics', 'depth') GROUP BY ALL"  # depths of a model are many
+        f"SELECT run, concat_ws('/', name, task, metric, {_DEPTH}) AS metric, arg_max(value, ({STANDING_SQL}, rowid)) "
+        "FROM evals e WHERE value IS NOT NULL AND name <> 'diagnostics' GROUP BY ALL"
     )
+    connection.execute(_OWN)
     return connection

@@ -6,7 +6,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Snapshot, Source
-from lt2_platform.results import RunInfo, differences, flatten
+from lt2_platform.results import RunInfo, differences, flatten, result_name
 from lt2_platform.results_tables import as_text, total_steps
 
 MAX_COMPARED = 20
@@ -80,7 +80,6 @@ def _value(run: RunInfo, metric: str) -> float | None:
 def _evals(snapshot: Snapshot, run_ids: list[str]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for run, name, row in snapshot.evals(run_ids):
-        if row.get("value") is not None:
-            key = "/".join(str(part) for part in (name, row.get("task"), row.get("metric")) if part)
-            found.setdefault(key, {})[run] = row["value"]
+        if row.get("value") is not None and "layer" not in row:  # readings inside a model are no results of it
+            found.setdefault(result_name(name, row), {})[run] = row["value"]
     return [{"key": key, "values": [values.get(run) for run in run_ids]} for key, values in sorted(found.items())]

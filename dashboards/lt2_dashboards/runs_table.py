@@ -62,7 +62,8 @@ def runs_page(
     for row, numbers in zip(rows, _by_run(snapshot, "numbers", "metric", "value", names, None)):
         row["numbers"] = {metric: _finite_or_text(value) for metric, value in numbers.items()}
     metrics = picked.query(
-        "SELECT metric, count(*) FROM numbers WHERE run IN (SELECT run FROM picked) GROUP BY metric ORDER BY 2 DESC, 1"
+        "SELECT metric, count(*) FROM numbers WHERE run IN (SELECT run FROM picked) GROUP BY metric "
+        "ORDER BY starts_with(metric, 'depth/'), 2 DESC, 1"  # other depths of a model come after what it is
     )
     return {
         "total": total,

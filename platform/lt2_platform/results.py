@@ -177,10 +177,15 @@ def _result_rows(index: Index) -> Iterator[tuple[str, int | None, str, float]]:
                 yield run_id, run.step, f"summary.{metric}", float(value)
     for run_id, name, row in index.evals:
         if _is_number(row.get("value")) and "layer" not in row:  # readings inside a model are no results of it
-            parts = [name, *(str(row[key]) for key in ("task", "metric") if row.get(key) is not None)]
-            if name == "depth" and "n_loops" in row:  # a table over depths: its rows differ in nothing else
-                parts.append(f"{row['n_loops']} loops" + ", early exit" * bool(row.get("early_exit")))
-            yield run_id, row.get("step"), "/".join(parts), float(row["value"])
+            yield run_id, row.get("step"), result_name(name, row), float(row["value"])
+
+
+def result_name(evaluation: str, row: Mapping[str, Any]) -> str:
+    """What a result is called, e.g. "validation/arc_easy/acc" or "depth/arc_easy/acc/8 loops"."""
+    parts = [evaluation, *(str(row[key]) for key in ("task", "metric") if row.get(key) is not None)]
+    if evaluation == "depth" and "n_loops" in row:  # a table over depths: its rows differ in nothing else
+        parts.append(f"{row['n_loops']} loops" + ", early exit" * bool(row.get("early_exit")))
+    return "/".join(parts)
 
 
 class RunWriter:

@@ -23,9 +23,19 @@ def hybrid(attention: str = "full", mixer: str = "gdn", ratio: str = "1:4", **mo
             "ratio": ratio, "pattern": "interleave", **more}  # fmt: skip
 
 
-def add(store: ResultsStore, run: str, layout: dict[str, Any], *, at: float, n_loops: int = 4, **evals: Any) -> None:
+def add(
+    store: ResultsStore,
+    run: str,
+    layout: dict[str, Any],
+    *,
+    at: float,
+    n_loops: int = 4,
+    halting: dict[str, Any] | None = None,
+    **evals: Any,
+) -> None:
     """A finished run with `evals`: name of the evaluation -> its rows."""
     model = {"vocab_size": 300, "dim": 64, "n_layers": 5, "num_heads": 2, "n_loops": n_loops, "layout": layout}
+    model |= {"halting": halting}
     clock = Clock(at)
     with store.create_run(run, {"config": {"model": model, "train": {"lr": 1e-3}}}, clock=clock) as writer:
         for step in range(1, 81):

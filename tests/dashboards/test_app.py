@@ -253,11 +253,13 @@ def test_of_a_repeated_evaluation_the_last_counts(tmp_path):
     store.create_run("r", {"config": {}}).close()
     for value in (3.0, 2.0, 2.5):
         store.log_eval("r", "validation", [{"metric": "perplexity", "value": value}])
-    # Rows of many depths have no place in a table with one number per run.
-    store.log_eval("r", "depth", [{"metric": "perplexity", "value": 9.0, "n_loops": n} for n in (1, 8)])
+    store.log_eval("r", "depth", [{"metric": "perplexity", "value": n + 1.0, "n_loops": n} for n in (1, 8)])
     compact(store.storage)
     client = TestClient(create_app(str(tmp_path), Access("none")), base_url="http://localhost")
-    assert body(client.get("/api/runs"))["rows"][0]["numbers"] == {"validation/perplexity": 2.5}
+    found = body(client.get("/api/runs"))
+    depths = {"depth/perplexity/1 loops": 2.0, "depth/perplexity/8 loops": 9.0}
+    assert found["rows"][0]["numbers"] == {"validation/perplexity": 2.5, **depths}
+    assert found["metrics"][0] == "validation/perplexity"  # what the model is comes before its other depths
 
 
 @pytest.mark.parametrize("compacted", [False, True])

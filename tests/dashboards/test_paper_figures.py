@@ -14,12 +14,15 @@ from lt2_dashboards.figures import paper as reference
 from lt2_dashboards.figures.cost import PAPER_LAYOUTS, cache_bytes, mixing_flops
 from lt2_dashboards.figures.store import architecture
 from lt2_dashboards.queries import Source
+from lt2_dashboards.run_page import compare_page
 from lt2_platform.evaluate.harness.suites import SUITES
 from lt2_platform.evaluate.paper import DOWNSTREAM
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
 from tests.lt2.mixers.samples import config as sample_mixer
 from tests.lt2.mixers.samples import shipped_types
 
-from .paper_store import fill_paper, hybrid, uniform
+from .paper_store import add, fill_paper, hybrid, readings, uniform
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,37 @@ def test_depth_follows_the_compute(source):
         ["hybrid-a", 2, 2e6, 10.0],
         ["hybrid-a", 4, 4e6, 8.0],
     ]
+
+
+def at_depth(n_loops: int, value: float, *, early_exit: bool = False) -> dict:
+    return {"task": "piqa", "metric": "acc", "value": value, "n_loops": n_loops, "early_exit": early_exit}
+
+
+def test_a_score_at_another_depth_is_not_the_models_own(tmp_path):
+    """Wherever it is stored: evaluations while training once kept all depths under one name."""
+    store = ResultsStore(Storage(str(tmp_path)))
+    rows = [at_depth(n, n / 10) for n in (1, 2, 4, 8)]
+    rate = {"metric": "decode_tokens_per_s", "batch_size": 1, "context": 1024, "early_exit": False}
+    rates = [rate | {"value": 100.0 / n, "n_loops": n} for n in (4, 8)]
+    add(store, "four", uniform("full"), at=100.0, training=rows + rates, depth=rows)
+    add(store, "only-eight", uniform("full"), at=200.0, training=[at_depth(8, 0.8)])
+    exits = [at_depth(4, 0.4), at_depth(4, 0.5, early_exit=True)]
+    add(store, "halting", uniform("full"), at=300.0, halting={"type": "act"}, training=[*exits[::-1]])
+    source = Source(str(tmp_path))
+    shown = {row[0]: row[6] for row in ours(figure(source, "downstream"))}  # PIQA
+    assert shown == {"four": 40.0, "halting": 50.0}
+    assert [row[5] for row in figure(source, "throughput").rows if row[0] == "four"] == [25.0]
+
+
+def test_a_table_over_depths_names_them(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    rows = [at_depth(1, 0.1), at_depth(4, 0.4), at_depth(4, 0.5, early_exit=True)]
+    add(store, "four", uniform("full"), at=100.0, depth=rows, diagnostics=readings(4, 5))
+    source = Source(str(tmp_path))
+    names = [f"depth/piqa/acc/{each}" for each in ("1 loops", "4 loops", "4 loops, early exit")]
+    assert [row["key"] for row in compare_page(source, ["four"])["evals"]] == names
+    stored = source.snapshot().query("SELECT metric FROM numbers WHERE contains(metric, '/') ORDER BY metric")
+    assert [metric for (metric,) in stored] == names
 
 
 def test_hybrids_by_ratio_with_repeats_and_by_level(source):

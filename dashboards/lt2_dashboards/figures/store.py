@@ -16,8 +16,8 @@ from lt2_platform.results import RunInfo
 
 MAX_RUNS = 1_000  # of one figure, newest first
 NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is the customary number
+AT_OWN_DEPTH = "e.rowid IN (SELECT place FROM own)"  # SQL: results of a model as it was trained
 # SQL: a number inside an evaluation row's JSON, in which a NaN must not end the query
-_AT_OWN_DEPTH = "e.name NOT IN ('depth', 'diagnostics')"  # SQL: results of a model as it was trained
 _PARAMETERS = "TRY_CAST(regexp_extract(e.row, '\"parameters\": ([0-9]+)', 1) AS BIGINT)"
 LABELS = {
     "full": "Full",
@@ -105,9 +105,9 @@ def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Eva
     picked, bound = ("", []) if wanted is None else ("AND list_contains(?, e.run)", [wanted])
     rows = snapshot.query(
         "WITH newest AS (SELECT e.run, max(created) AS created FROM evals e LEFT JOIN runs USING (run) "
-        f"WHERE {_AT_OWN_DEPTH} {picked} GROUP BY e.run ORDER BY created DESC NULLS LAST, e.run LIMIT {MAX_RUNS}) "
+        f"WHERE {AT_OWN_DEPTH} {picked} GROUP BY e.run ORDER BY created DESC NULLS LAST, e.run LIMIT {MAX_RUNS}) "
         f"SELECT e.run, e.task, e.metric, e.value, {PERPLEXITY}, {_PARAMETERS} "
-        f"FROM newest JOIN evals e USING (run) WHERE {_AT_OWN_DEPTH} AND e.value IS NOT NULL "
+        f"FROM newest JOIN evals e USING (run) WHERE {AT_OWN_DEPTH} AND e.value IS NOT NULL "
         f"ORDER BY newest.created DESC NULLS LAST, e.run, {STANDING_SQL}, e.rowid",
         bound,
     )

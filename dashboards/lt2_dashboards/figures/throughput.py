@@ -8,7 +8,7 @@ from typing import Any
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import CAPS, DECODE
 from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels, points
-from lt2_dashboards.figures.store import rows_of
+from lt2_dashboards.figures.store import AT_OWN_DEPTH, rows_of
 from lt2_dashboards.queries import Source
 
 METRICS = {"prefill_tokens_per_s": "prefill", "decode_tokens_per_s": "decode"}
@@ -97,7 +97,7 @@ def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
 
 def _cells(source: Source, runs: list[str] | None) -> list[Cell]:
     """Every measured cell, the later of two of the same."""
-    condition = "e.name <> 'depth' AND e.metric IN ('prefill_tokens_per_s', 'decode_tokens_per_s')"
+    condition = f"{AT_OWN_DEPTH} AND e.metric IN ('prefill_tokens_per_s', 'decode_tokens_per_s')"
     bound: list[Any] = []
     if runs is not None:
         condition, bound = condition + " AND list_contains(?, e.run)", [runs]

@@ -26,7 +26,7 @@ from lt2_platform.train.worker import WorkerSpec
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-EVALUATION = "training"  # their name in the results store; the rows hold the step
+EVALUATION = "training"  # in the results store, of the rows at the model's own depth; rows hold the step
 
 
 class SideEvaluations:
@@ -122,7 +122,10 @@ class SideEvaluations:
 
 
 def evaluate(spec: WorkerSpec, plan: dict[str, Any], name: str) -> None:
-    """One evaluation, as a Ray task: rows to the run's results under EVALUATION, with their step."""
+    """One evaluation, as a Ray task: rows to the run's results, with their step.
+
+    They are split as every evaluation's are; those at the depth the model is trained for are EVALUATION.
+    """
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 
     config = TrainingEvaluation.model_validate(plan)
@@ -134,7 +137,7 @@ def evaluate(spec: WorkerSpec, plan: dict[str, Any], name: str) -> None:
         loops=config.loops,
         out=Storage(spec.out).join(f"evaluations/{name}"),
     )
-    evaluations = found.evaluations()
-    rows = evaluations.get("depth", evaluations["validation"])
-    ResultsStore(Storage(spec.storage_root)).log_eval(spec.run_id, EVALUATION, rows)
-    evaluation_records.note(spec.out, name, "done", rows=len(rows))
+    store = ResultsStore(Storage(spec.storage_root))
+    for kind, rows in found.evaluations().items():
+        store.log_eval(spec.run_id, EVALUATION if kind == "validation" else kind, rows)
+    evaluation_records.note(spec.out, name, "done", rows=len(found.rows))

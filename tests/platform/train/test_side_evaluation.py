@@ -1,6 +1,7 @@
 """Evaluation during training: on a spare CPU beside a training worker, waiting and skipping where there is none."""
 
 import os
+from collections import defaultdict
 from dataclasses import asdict
 
 import pytest
@@ -8,9 +9,10 @@ import ray
 import torch
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate import diagnostics
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import evaluation_records, worker
+from lt2_platform.train import evaluation_records, side_evaluation, worker
 from lt2_platform.train.config import TrainingEvaluation
 from lt2_platform.train.evaluation_records import note, record, wanted
 from lt2_platform.train.side_evaluation import SideEvaluations
@@ -79,6 +81,17 @@ def test_what_the_cluster_can_never_do_is_refused(tmp_path, two_cpus):
         run(tmp_path, pretrain_config(steps=8), evaluation=plan(every=3))
     with pytest.raises(ConfigError, match="every 2 is not a multiple of train.checkpoint_every None"):
         plan().check(train_config())
+
+
+def test_a_table_over_depths_is_no_score_of_the_model_itself(trained, monkeypatch):
+    monkeypatch.setattr(diagnostics, "SHORTEST", 6)  # documents of this dataset have 5 and 8 tokens
+    name, tasks = checkpoints(trained.out)[-1], [PERPLEXITY, {"type": "diagnostics", "documents": 1}]
+    side_evaluation.evaluate(trained, plan(tasks=tasks, loops=[1, 2, 3]).model_dump(mode="json"), name)
+    depths = defaultdict(set)
+    for _, kind, row in ResultsStore(Storage(trained.storage_root)).index().evals:
+        depths[kind].add(row["n_loops"])
+    assert depths == {"training": {2}, "depth": {1, 2, 3}, "diagnostics": {2}}
+    assert record(trained.out, name)["state"] == "done"
 
 
 class NoRoom(SideEvaluations):
