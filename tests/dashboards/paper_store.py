@@ -30,14 +30,17 @@ def add(
     *,
     at: float,
     n_loops: int = 4,
+    n_layers: int = 5,
     halting: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
     **evals: Any,
 ) -> None:
     """A finished run with `evals`: name of the evaluation -> its rows."""
-    model = {"vocab_size": 300, "dim": 64, "n_layers": 5, "num_heads": 2, "n_loops": n_loops, "layout": layout}
-    model |= {"halting": halting}
+    model = {"vocab_size": 300, "dim": 64, "n_layers": n_layers, "num_heads": 2}
+    model |= {"n_loops": n_loops, "halting": halting, "layout": layout}
+    train = {"lr": 1e-3} | (train or {})
     clock = Clock(at)
-    with store.create_run(run, {"config": {"model": model, "train": {"lr": 1e-3}}}, clock=clock) as writer:
+    with store.create_run(run, {"config": {"model": model, "train": train}}, clock=clock) as writer:
         for step in range(1, 81):
             writer.log(step, {"loss": 3.0 + 1 / step, "grad_norm": 9.0 if step == 70 else 1.0})
     for name, rows in evals.items():

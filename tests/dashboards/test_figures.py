@@ -137,12 +137,15 @@ def test_the_papers_numbers_are_plausible():
 def test_hybrid_ablations_place_runs_by_layout(source):
     figure = draw(FIGURES["hybrid"], source, {"by": "ratio"})
     ours = [row for row in figure.rows if row[1] == "this store"]
-    assert ours == [["hybrid-2", "this store", "1:4", 10.0, None], ["full-1", "this store", "1:0", 11.0, None]]
+    assert ours == [
+        ["hybrid-2", "this store", "1:4", "T = 1", 10.0, None],
+        ["full-1", "this store", "1:0", "T = 1", 11.0, None],
+    ]
     pattern = draw(FIGURES["hybrid"], source, {"by": "pattern"})
     assert [row for row in pattern.rows if row[1] == "this store"] == [
-        ["hybrid-2", "this store", "interleave", 10.0, None]
+        ["hybrid-2", "this store", "interleave", "T = 1", 10.0, None]
     ]
-    assert ["1.3B", "paper", "bookend", 9.27, None] in pattern.rows
+    assert ["1.3B", "paper", "bookend", "T = 4, 1.3B", 9.27, None] in pattern.rows
 
 
 def test_sweep_has_an_axis_for_every_setting_that_differs(source):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from lt2_platform.storage import Storage
 from tests.lt2.mixers.samples import config as sample_mixer
 from tests.lt2.mixers.samples import shipped_types
 
-from .paper_store import add, fill_paper, hybrid, readings, uniform
+from .paper_store import add, fill_paper, hybrid, readings, scores, uniform
 
 
 @pytest.fixture(scope="module")
@@ -133,13 +134,57 @@ def test_a_table_over_depths_names_them(tmp_path):
 
 def test_hybrids_by_ratio_with_repeats_and_by_level(source):
     rows = ours(figure(source, "hybrid"))
-    assert ["wide", "this store", "1:1", 12.0, None] in rows
-    assert ["plain", "this store", "1:0", 13.0, None] in rows
-    assert ["mean of 2", "this store", "1:4", 10.5, pytest.approx(0.5**0.5)] in rows  # not the gated, nor the student
+    assert ["wide", "this store", "1:1", "T = 4, 4k", 12.0, None] in rows
+    assert ["plain", "this store", "1:0", "T = 4, 500", 13.0, None] in rows
+    mean = ["mean of 2", "this store", "1:4", "T = 4, 1k", 10.5, pytest.approx(0.5**0.5)]
+    assert mean in rows  # not the gated, nor the student
     level = figure(source, "hybrid", by="level")
-    assert ["narrowing", "this store", "coarse to fine", 10.5, None] in ours(level)
-    assert ["1.3B", "paper", "fine to coarse", 9.42, None] in level.rows
-    assert ["wide", "this store", "1:1", pytest.approx(41.0), None] in figure(source, "hybrid", quality="average").rows
+    assert ["narrowing", "this store", "coarse to fine", "T = 4, 1k", 10.5, None] in ours(level)
+    assert ["1.3B", "paper", "fine to coarse", "T = 4, 1.3B", 9.42, None] in level.rows
+    average = ours(figure(source, "hybrid", quality="average"))
+    assert ["wide", "this store", "1:1", "T = 4, 4k", pytest.approx(41.0), None] in average
+
+
+def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
+    """One store holds sweeps over loops and over ratios, of two sizes and two learning rates."""
+    store = ResultsStore(Storage(str(tmp_path)))
+
+    def pair(name: str, ppl: float, parameters: int = 1000, *, ratio: str = "1:4", **fields: Any) -> None:
+        train = fields.pop("train", {})
+        for seed in (0, 1):
+            add(store, f"{name}-{seed}", hybrid(ratio=ratio), at=100.0, train=train | {"seed": seed},
+                validation=scores(ppl + seed, None, parameters), **fields)  # fmt: skip
+
+    for n_loops in (1, 2, 4, 8):
+        pair(f"loops-{n_loops}", 20.0 - n_loops, n_loops=n_loops)
+    pair("wider", 9.0, 1010, ratio="1:1", n_loops=2)
+    pair("larger", 5.0, 2000, n_loops=2, n_layers=10)
+    pair("faster", 30.0, train={"lr": 0.01})
+    found = figure(Source(str(tmp_path)), "hybrid")
+    means = {(row[2], row[3]): row[4] for row in ours(found) if row[0].startswith("mean of")}
+    assert {row[0] for row in ours(found) if row[0].startswith("mean of")} == {"mean of 2"}
+    assert means == {
+        ("1:4", "T = 1, 1k"): 19.5,
+        ("1:4", "T = 2, 1k"): 18.5,
+        ("1:1", "T = 2, 1.01k"): 9.5,
+        ("1:4", "T = 2, 2k"): 5.5,
+        ("1:4", "T = 4, 1k, lr=0.001"): 16.5,
+        ("1:4", "T = 4, 1k, lr=0.01"): 30.5,
+        ("1:4", "T = 8, 1k"): 12.5,
+    }
+    (line,) = series(found, "this store, mean, T = 2, 1k to 1.01k")
+    assert line["data"] == [None, 9.5, 18.5, None, None, None]
+    points = {each["name"]: each["data"] for each in found.option["series"] if each["type"] == "scatter"}
+    assert list(points) == [f"this store, T = {n}" for n in (1, 2, 4, 8)]
+    assert {"name": "loops-8-0: T = 8, 1k", "value": ["1:4", 12.0]} in points["this store, T = 8"]
+
+
+def test_a_gate_is_compared_at_one_depth(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for n_loops, gate in ((2, None), (4, "elementwise"), (8, None), (8, "elementwise")):
+        layout = uniform("mla", gate=gate)
+        add(store, f"{gate}-{n_loops}", layout, at=1.0, n_loops=n_loops, validation=scores(9.0, None, 1000))
+    assert {row[0] for row in ours(figure(Source(str(tmp_path)), "output_gate"))} == {"None-8", "elementwise-8"}
 
 
 def test_the_gate_is_shown_where_both_sides_were_trained(source):

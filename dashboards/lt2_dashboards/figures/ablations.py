@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import GATES, LEVELS, PATTERNS, RATIOS
+from lt2_dashboards.figures.repeats import Known, Line, depth_and_size, lines
 from lt2_dashboards.figures.series import line, points
 from lt2_dashboards.figures.store import Architecture, Evaluated, evaluated
 from lt2_dashboards.queries import Source
@@ -20,44 +21,60 @@ def hybrid(
 ) -> Figure:
     """Full+GDN hybrids by ratio of attention to GDN, by pattern at 1:4, or by level: the paper's Table 3, and ours.
 
-    Ours are runs with such a layout and a perplexity evaluation, or all eight downstream tasks; runs that share a place
-    (seeds, say) are also joined at their mean, with their standard deviation.
+    Ours are runs with such a layout and a perplexity evaluation, or all eight downstream tasks, told apart by depth.
+    Runs that differ in their seeds only are also joined at their mean, with their standard deviation.
     """
     reference = {"ratio": RATIOS, "pattern": PATTERNS, "level": LEVELS}[by]
     names = [name for name, *_ in reference]
     theirs = [(name, ppl if quality == "perplexity" else average) for name, ppl, average in reference]
     known = [
-        (run.run, place, value)
+        (run, place, value)
         for run in evaluated(source.snapshot())
         if (place := _place(run.architecture, by)) in names and (value := value_of(run, quality)) is not None
     ]
-    rows: list[list[Any]] = [[run, "this store", name, value, None] for run, name, value in known]
-    means = {name: _mean([value for _, place, value in known if place == name]) for name in names}
-    repeated = {name: found for name, found in means.items() if found is not None and found[2] > 1}
-    rows += [[f"mean of {n}", "this store", name, mean, sd] for name, (mean, sd, n) in repeated.items()]
-    rows += [["1.3B", "paper", name, value, None] for name, value in theirs]
-    own = [{"name": run, "value": [name, rounded(value)]} for run, name, value in known]
-    grey = {"showSymbol": True, "symbolSize": 8, "lineStyle": {"type": "dashed"}}
-    series = [
-        line("paper, 1.3B", [value for _, value in theirs], **grey),
-        points("this store", own, 0, yAxisIndex=1, symbolSize=11),
-    ]
-    if repeated:
-        middle = [rounded(found[0]) if (found := means[name]) else None for name in names]
-        series.append(line("this store, mean", middle, 0, yAxisIndex=1, connectNulls=True))
-    x_axis = {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else by}
-    option = _beside_paper(x_axis, quality, series)
+    repeated = [each for each in lines(known) if each.is_repeated]
     notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens. Ours has an axis of its own: compare shapes, not heights."]
     if by == "level":
         notes.append("Random + vote takes 5 times the compute when evaluated.")
+    grey = {"showSymbol": True, "symbolSize": 8, "lineStyle": {"type": "dashed"}}
+    series = [line("paper, 1.3B", [value for _, value in theirs], **grey), *_hybrids(known, repeated, names)]
+    x_axis = {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else by}
+    rows: list[list[Any]] = [
+        [run.run, "this store", name, depth_and_size([run]), value, None] for run, name, value in known
+    ]
+    rows += [
+        [f"mean of {mean.n}", "this store", name, mean.label, mean.value, mean.deviation]
+        for each in repeated
+        for name, mean in each.means.items()
+        if mean.n > 1
+    ]
+    rows += [["1.3B", "paper", name, "T = 4, 1.3B", value, None] for name, value in theirs]
     return Figure(
         f"Hybrid {by}: {AXES[quality]}",
-        option,
-        ["model", "source", by, quality, "standard deviation"],
+        _beside_paper(x_axis, quality, series),
+        ["model", "source", by, "depth and size", quality, "standard deviation"],
         lambda: rows,
         notes,
         produce="" if known else f"lt2 sweep {by}",
     )
+
+
+def _hybrids(known: list[Known], repeated: list[Line], names: list[str]) -> list[dict[str, Any]]:
+    """Our runs as points, in a colour per depth, and a line through the means of those that were repeated."""
+    depths = sorted({run.architecture.n_loops for run, *_ in known if run.architecture})
+    series = []
+    for colour, n_loops in enumerate(depths):
+        data = [
+            {"name": f"{run.run}: {depth_and_size([run])}", "value": [name, rounded(value)]}
+            for run, name, value in known
+            if run.architecture and run.architecture.n_loops == n_loops
+        ]
+        series.append(points(f"this store, T = {n_loops}", data, colour, yAxisIndex=1, symbolSize=11))
+    for each in repeated:
+        middle = [rounded(each.means[name].value) if name in each.means else None for name in names]
+        colour = depths.index(each.n_loops)
+        series.append(line(f"this store, mean, {each.label}", middle, colour, yAxisIndex=1, connectNulls=True))
+    return series
 
 
 def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
@@ -69,7 +86,11 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
         kind, value = run.architecture, value_of(run, quality)
         if kind is not None and value is not None:
             known.append((run.run, kind.title, kind.gate, value))
-            places[run.run] = (kind.title, *(kind.layout.get(key) for key in ("type", "ratio", "pattern")))
+            places[run.run] = (
+                kind.title,
+                kind.n_loops,
+                *(kind.layout.get(key) for key in ("type", "ratio", "pattern")),
+            )
             sides.setdefault(places[run.run], set()).add(kind.gate is not None)
     ours = [row for row in known if len(sides[places[row[0]]]) == 2 or (row[2] and row[1] in GATES)]
     models = [*GATES, *sorted({title for _, title, *_ in ours} - set(GATES))]
@@ -150,12 +171,3 @@ def _masks(layout: dict[str, Any]) -> str | None:
         if reach == sorted(reach)
         else None
     )
-
-
-def _mean(values: list[float]) -> tuple[float, float | None, int] | None:
-    """(mean, sample standard deviation, count)."""
-    if not values:
-        return None
-    mean = math.fsum(values) / len(values)
-    spread = math.fsum((value - mean) ** 2 for value in values)
-    return mean, math.sqrt(spread / (len(values) - 1)) if len(values) > 1 else None, len(values)
