@@ -247,11 +247,12 @@ def test_stability_counts_spikes_beside_the_papers_words(source):
 
 def test_the_sawtooth_runs_through_the_loops(source):
     found = figure(source, "loop_diagnostics")
-    line = next(each for each in found.option["series"] if each["name"] == "plain" and each["xAxisIndex"] == 2)
+    line = next(each for each in found.option["series"] if "plain" in each["name"] and each["xAxisIndex"] == 2)
+    assert line["name"] == "plain: Looped Transformer, no gate"
     assert [point["value"] for point in line["data"]] == [[n, float(n)] for n in range(1, 21)]
     assert [mark["xAxis"] for mark in line["markLine"]["data"]] == [5.5, 10.5, 15.5]
     assert series(found, "paper, about 20 times the start")[0]["data"] == [[1, 20.0], [20, 20.0]]
-    assert found.rows[0] == ["plain", 1, 1, "full", "first_token_mass", 1.0]
+    assert found.rows[0] == ["plain", "none", 1, 1, "full", "first_token_mass", 1.0]
 
 
 def test_state_recall_by_architecture_and_loops(source):

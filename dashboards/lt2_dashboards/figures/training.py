@@ -134,6 +134,9 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
             found.setdefault(run, {})[str(row.get("metric")), row["loop"], row["layer"]] = row
     names = list(found)[: len(found) if runs is not None else 3]
     found = {run: found[run] for run in names}
+    kinds = {run: architecture(info.config) for run, info in source.snapshot().runs(names).items()}
+    gates = {run: kind.gate or "none" for run, kind in kinds.items() if kind}
+    labels = {run: f"{run}: {kind.title}, {'gate' if kind.gate else 'no gate'}" for run, kind in kinds.items() if kind}
     drawn = [
         Panel(
             title,
@@ -157,9 +160,9 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
             ]
             marks = [{"xAxis": loop * n_layers + 0.5} for loop in range(1, n_loops)] if position == 0 else []
             more = {"markLine": {"data": marks}} if marks else {}
-            panel.series.append(line(run, data, position, showSymbol=True, symbolSize=4, **more))
+            panel.series.append(line(labels.get(run, run), data, position, showSymbol=True, symbolSize=4, **more))
         for (metric, loop, layer), row in sorted(readings.items(), key=lambda item: item[0]):
-            table.append([run, loop + 1, layer + 1, row.get("mixer"), metric, row["value"]])
+            table.append([run, gates.get(run), loop + 1, layer + 1, row.get("mixer"), metric, row["value"]])
     if found:
         first = [row for (name, *_), row in sorted(next(iter(found.values())).items()) if name == "rms"]
         if first:
@@ -171,11 +174,11 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
     return Figure(
         "Unrolled diagnostics",
         option,
-        ["run", "loop", "layer", "mixer", "reading", "value"],
+        ["run", "gate", "loop", "layer", "mixer", "reading", "value"],
         lambda: table,
         [
             f"Dashed lines: ends of loops. Paper: Figure 5 (no printed numbers) and its text: the RMS grows to about "
             f"{RMS_GROWTH:g} times by the end of loop 4, the sink intensifies each loop; the output gate flattens both."
         ],
-        produce="" if found else "lt2 diagnose RUN",
+        produce="" if found else "lt2 diagnose RUN, or lt2 sweep gate",
     )

@@ -18,6 +18,7 @@ from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.records import write_workflow
 from lt2_workflows.sweeps.config import SweepStep, TrialConfig, label_of, slug
 from lt2_workflows.sweeps.step import check_sweep
+from lt2_workflows.sweeps.trial import results_of
 from tests.workflows.conftest import FAKE_STEPS
 
 PRESETS = ("ratio", "pattern", "level", "gate", "mixers", "loops")
@@ -151,7 +152,22 @@ def test_full_size_sweeps_are_the_papers_runs(name, size):
     for trial in sweep.expanded:
         train = trial.workflow.configs["pretrain"].train
         assert (train.steps, train.global_batch_size, train.seed, train.init_seed) == (255_000, 96, 777, 42)
-    assert {task.type for task in sweep.expanded[0].workflow.configs["evaluate"].tasks} == {"perplexity", "harness"}
+        tasks = {task.type for task in trial.workflow.configs["evaluate"].tasks}
+        assert tasks == {"perplexity", "harness"} | ({"diagnostics"} if name == "gate" else set())
+
+
+def test_the_sink_is_read_with_and_without_gate():
+    for trial in preset("gate").expanded:
+        assert [task.type for task in trial.workflow.configs["evaluate"].tasks] == ["perplexity", "diagnostics"]
+
+
+def test_readings_inside_a_model_are_no_numbers_of_its_trial(monkeypatch, tmp_path):
+    rows = [{"task": "perplexity", "metric": "perplexity", "value": 9.0, "n_loops": 4}]
+    rows += [{"task": "diagnostics", "metric": "rms", "value": 1.0, "n_loops": 4, "loop": 0, "layer": 0}]
+    done = {"result": {"run": "r", "n_loops": 4, "rows": rows}}
+    monkeypatch.setattr("lt2_workflows.sweeps.trial.read_done", lambda storage, step: done)
+    workflow = load_workflow(f"{FAKE_STEPS}:chain")
+    assert results_of(workflow, Storage(str(tmp_path))) == ("r", {"perplexity/perplexity": 9.0})
 
 
 def test_command_on_a_shipped_sweep():

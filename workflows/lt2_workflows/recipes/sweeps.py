@@ -25,7 +25,7 @@ from lt2.mixer_configs import (
     WindowConfig,
 )
 from lt2.train_config import TrainConfig
-from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
+from lt2_platform.evaluate.config import DiagnosticsConfig, HarnessConfig, PerplexityConfig, TaskConfig
 from lt2_platform.evaluate.paper import TASKS
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
@@ -71,7 +71,7 @@ def sweep_level(size: str = "cpu") -> Workflow:
 
 
 def sweep_gate(size: str = "cpu") -> Workflow:
-    """The SDPA output gate on Looped Transformer, Full+GDN and GDN+DSA (paper, Table 4)."""
+    """The SDPA output gate on Looped Transformer, Full+GDN and GDN+DSA (paper, Table 4), with the sink (Figure 5)."""
     dsa = DSAConfig(top_k=32, index_dim=16, index_rope_dim=8, warmup_steps=20) if size == "cpu" else DSAConfig()
 
     def layouts(gate: Any) -> dict[str, Layout]:
@@ -88,7 +88,7 @@ def sweep_gate(size: str = "cpu") -> Workflow:
         for model in layouts(None)
         for label, gate in (("no gate", None), ("gate", "elementwise"))
     ]
-    return sweep("gate", size, trials, cpu=cpu_recipe(), match=True)
+    return sweep("gate", size, trials, cpu=cpu_recipe(), match=True, more=(DiagnosticsConfig(),))
 
 
 def sweep_mixers(size: str = "cpu") -> Workflow:
@@ -127,11 +127,20 @@ def sweep_loops(size: str = "cpu") -> Workflow:
 
 
 def sweep(
-    name: str, size: str, trials: list[TrialConfig], *, cpu: dict[str, Any], match: bool = False, paper: bool = True
-):
+    name: str,
+    size: str,
+    trials: list[TrialConfig],
+    *,
+    cpu: dict[str, Any],
+    match: bool = False,
+    paper: bool = True,
+    more: tuple[TaskConfig, ...] = (),
+) -> Workflow:
+    """`more` are tasks that every trial is evaluated on besides the recipe's."""
     check_size(size)
     small = size == "cpu"
     steps = cpu if small else full_recipe(size)
+    steps["evaluate"]["tasks"] += [task.model_dump(mode="json") for task in more]
     table = name if name != "mixers" else "mixers-0.6b" if size == "0.6b" else "mixers-1.3b"
     return Workflow(
         f"sweep_{name}",

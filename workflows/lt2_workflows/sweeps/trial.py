@@ -113,8 +113,8 @@ def _failure(step: str, outcome: dict[str, Any]) -> dict[str, Any]:
 def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[str, float]]:
     """(the run of the results store, its numbers) of a finished workflow.
 
-    Evaluation rows as "task/metric", at the depth the model was trained for; of a recipe without evaluation the plain
-    numbers that its steps returned, as "step/name".
+    Evaluation rows as "task/metric", at the depth the model was trained for and without readings inside it; of a recipe
+    without evaluation the plain numbers that its steps returned, as "step/name".
     """
     run, evaluated, plain = None, {}, {}
     for name, step in workflow.steps.items():
@@ -122,7 +122,7 @@ def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[s
         result = done["result"] if done else {}
         run = result.get("run", run)
         if "n_loops" in result:
-            rows = [row for row in result["rows"] if row["n_loops"] == result["n_loops"]]
+            rows = [row for row in result["rows"] if row["n_loops"] == result["n_loops"] and "layer" not in row]
             evaluated |= {f"{row['task']}/{row['metric']}": row["value"] for row in rows}
         plain |= {f"{name}/{key}": value for key, value in result.items() if type(value) in (int, float)}
     return run, evaluated or plain
