@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Literal
@@ -123,22 +123,8 @@ def _scaling(num_workers: int, min_workers: int | None, cpus_per_worker: float |
                 f"{least} workers need {amount:g} {resource}s, the cluster has {total.get(resource, 0):g}; "
                 f"lower {'num_workers' if min_workers is None else 'min_workers'} or add nodes"
             )
-    request = {"CPU": cpus_per_worker, "GPU": 1 if use_gpu else 0}
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if least > (room := sum(places(node, request) for node in nodes)):
-        each = ", ".join(f"{amount:g} {name}s" for name, amount in request.items() if amount)
-        most = ", ".join(f"{max(node.get(name, 0) for node in nodes):g} {name}s" for name in request if request[name])
-        raise ConfigError(
-            f"{least} workers of {each} each do not fit: a worker runs on one node, none has more than {most}, and "
-            f"there is room for {room}; lower cpus_per_worker or the number of workers, or add nodes"
-        )
     count = num_workers if min_workers is None else (min_workers, num_workers)
     return ScalingConfig(num_workers=count, use_gpu=use_gpu, resources_per_worker={"CPU": cpus_per_worker})
-
-
-def places(node: Mapping[str, float], request: Mapping[str, float]) -> int:
-    """How many workers that each ask for `request` a node with these resources can hold."""
-    return int(min(node.get(name, 0) // amount for name, amount in request.items() if amount))
 
 
 def _threads(num_workers: int, cpus_per_worker: float | None) -> int:

@@ -195,21 +195,6 @@ def test_a_killed_driver_changes_nothing_even_with_another_number_of_workers(tmp
     assert [resumed[s] for s in after] == pytest.approx([reference[s] for s in after], rel=1e-4)
 
 
-def test_workers_that_fit_no_node_are_refused(monkeypatch):
-    nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "GPU": 1.0}}, {"Alive": True, "Resources": {"CPU": 1.0}},
-             {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}}]  # fmt: skip
-    monkeypatch.setattr(trainer.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(trainer.ray, "cluster_resources", lambda: {"CPU": 3.0, "GPU": 1.0})
-    assert trainer._scaling(3, None, 1.0, False).num_workers == 3
-    assert trainer._scaling(3, 1, 2.0, False).num_workers == (1, 3)
-    with pytest.raises(ConfigError, match=r"1 workers of 3 CPUs each .* none has more than 2 CPUs, .* room for 0"):
-        trainer._scaling(1, None, 3.0, False)
-    nodes[0]["Resources"] = {"CPU": 1.0, "GPU": 1.0}
-    nodes[1]["Resources"] = {"CPU": 2.0}
-    with pytest.raises(ConfigError, match=r"1 workers of 2 CPUs, 1 GPUs each do not fit: .* room for 0"):
-        trainer._scaling(1, None, 2.0, True)
-
-
 def test_errors_that_no_retry_cures_are_raised_as_themselves(tmp_path, local_ray):
     write_dataset(tmp_path / "data")
     started = time.monotonic()
