@@ -37,7 +37,7 @@ class Console:
             self.stream.write("\r" + line.ljust(self._progress_shown))
             self.stream.flush()
             self._progress_shown = len(line)
-        elif time.monotonic() - self._last_progress > LOG_EVERY_S:
+        elif "waiting" in event["values"] or time.monotonic() - self._last_progress > LOG_EVERY_S:
             self._last_progress = time.monotonic()
             print(line, file=self.stream, flush=True)
 
@@ -87,8 +87,9 @@ def progress_line(values: dict[str, Any]) -> str:
         parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
     if values.get("eta_s") is not None:
         parts.append(f"ETA {duration(values['eta_s'])}")
-    if values.get("message"):
-        parts.append(values["message"])
+    for text in ("message", "waiting"):
+        if values.get(text):
+            parts.append(values[text])
     if "batch" in values:
         parts.append(f"batch {values['batch']:,}/{values['batches']:,}")
     return "  ".join(parts)

@@ -247,7 +247,7 @@ def _attempt(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, An
     progressed = False
     for event in _events(driver, child):
         kind = event.pop("event")
-        progressed |= kind == "progress"
+        progressed |= kind == "progress" and "waiting" not in event["values"]
         if kind in ("started", "progress"):
             driver.tell(step, kind, **event)
         else:

@@ -20,6 +20,7 @@ from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint, evaluation_records
 from lt2_platform.train.config import TrainingEvaluation
+from lt2_platform.train.places import describe, places
 from lt2_platform.train.retention import Keep
 from lt2_platform.train.worker import WorkerSpec
 
@@ -109,12 +110,9 @@ class SideEvaluations:
         return evaluation_records.record(self.spec.out, name).get("state")
 
     def _check_possible(self) -> None:
-        total = ray.cluster_resources()
-        for resource, amount in {"CPU": self.plan.cpus, "GPU": self.gpus}.items():
-            if amount > total.get(resource, 0):
-                raise ConfigError(
-                    f"resources.evaluation needs {amount:g} {resource}s, the cluster has {total.get(resource, 0):g}"
-                )
+        request = {"CPU": self.plan.cpus, "GPU": self.gpus}
+        if places({name: amount for name, amount in request.items() if amount}) == 0:
+            raise ConfigError(f"resources.evaluation needs {describe(request)}, and no node of the cluster has them")
 
     def _run(self) -> None:
         while not self.ended.wait(POLL_SECONDS):

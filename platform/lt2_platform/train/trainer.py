@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Literal
 
-import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -28,6 +27,7 @@ from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
 from lt2_platform.train.live_metrics import LiveMetrics
+from lt2_platform.train.places import check_places, shortage, worker_request
 from lt2_platform.train.preemption import ray_notice, ray_sigterm
 from lt2_platform.train.run_folder import close_run, open_run, summary
 from lt2_platform.train.side_evaluation import SideEvaluations
@@ -69,7 +69,8 @@ def pretrain(
     start, and go on after a loss, with as few as these where there is no place for num_workers; Ray looks once a minute
     for more. evaluation: of checkpoints while training goes on. profile_steps: first and last of a trace. Metrics go to
     run `run_id` of the results store under `storage_root`; `info` is provenance for it. sources: for objectives that
-    start from or learn from other models. progress is called in a thread with {step, steps, loss, tokens_per_s, eta_s}.
+    start from or learn from other models. progress is called in a thread with {step, steps, loss, tokens_per_s, eta_s},
+    before that once with {waiting} where other work has the places.
     data_reader: packed shards are read ahead by tasks of Ray Data, or by the workers themselves; the batches are the
     same. Uses the running Ray, or a local one for the duration.
     Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, and Ray's WorkerGroupError
@@ -94,7 +95,7 @@ def pretrain(
         return done
     storage = Storage(spec.out)
     with some_ray(None):
-        scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu)
+        scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu, progress)
         with _followed(storage, progress), _evaluated(spec, evaluation, use_gpu):
             settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb}
             threads = _threads(num_workers, cpus_per_worker)
@@ -109,22 +110,20 @@ def _evaluated(spec: WorkerSpec, evaluation: TrainingEvaluation | None, use_gpu:
     return SideEvaluations(spec, evaluation, gpus=float(use_gpu) if evaluation.gpus is None else evaluation.gpus)
 
 
-def _scaling(num_workers: int, min_workers: int | None, cpus_per_worker: float | None, use_gpu: bool) -> ScalingConfig:
-    """Ask for what the cluster has: a request it can never meet would wait for ever, without a word."""
-    least = min_workers or num_workers
-    total = ray.cluster_resources()
-    if cpus_per_worker is None:
-        # Half a CPU on a small machine leaves room for the tasks of other steps.
-        cpus_per_worker = 1 if total.get("CPU", 0) > num_workers else 0.5
-    needed = {"CPU": least * cpus_per_worker, "GPU": least if use_gpu else 0}
-    for resource, amount in needed.items():
-        if amount > total.get(resource, 0):
-            raise ConfigError(
-                f"{least} workers need {amount:g} {resource}s, the cluster has {total.get(resource, 0):g}; "
-                f"lower {'num_workers' if min_workers is None else 'min_workers'} or add nodes"
-            )
+def _scaling(
+    num_workers: int,
+    min_workers: int | None,
+    cpus_per_worker: float | None,
+    use_gpu: bool,
+    progress: Progress | None,
+) -> ScalingConfig:
+    """Ask for what the cluster has; `progress` hears of it when that is in use."""
+    least, request = min_workers or num_workers, worker_request(num_workers, cpus_per_worker, use_gpu)
+    check_places(least, request, "num_workers" if min_workers is None else "min_workers")
+    if progress is not None and (why := shortage(least, request)) is not None:
+        progress({"waiting": why})
     count = num_workers if min_workers is None else (min_workers, num_workers)
-    return ScalingConfig(num_workers=count, use_gpu=use_gpu, resources_per_worker={"CPU": cpus_per_worker})
+    return ScalingConfig(num_workers=count, use_gpu=use_gpu, resources_per_worker=dict(request))
 
 
 def _threads(num_workers: int, cpus_per_worker: float | None) -> int:

@@ -1,0 +1,73 @@
+"""Room for training workers on a cluster. A worker fits on one node or nowhere: sums over nodes say nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from lt2.config import ConfigError
+
+Request = Mapping[str, float]
+UNITS = 10_000  # Ray's own precision: 3 x 0.1 of a CPU fit into 0.3
+
+
+def worker_request(num_workers: int, cpus_per_worker: float | None, use_gpu: bool) -> dict[str, float]:
+    """What each worker asks of Ray; without `cpus_per_worker` a CPU, or half of one where CPUs are scarce."""
+    gpu = {"GPU": 1.0} if use_gpu else {}
+    if cpus_per_worker is not None:
+        return {"CPU": cpus_per_worker} | gpu
+    whole, half = {"CPU": 1.0} | gpu, {"CPU": 0.5} | gpu
+    # Half a CPU on a small machine leaves room for the tasks of other steps.
+    spare = sum(node["Resources"].get("CPU", 0) for node in _nodes()) > num_workers
+    return whole if spare and places(whole) >= min(num_workers, places(half)) else half
+
+
+def places(request: Request) -> int:
+    """How many workers that each ask for `request` the cluster's nodes hold when nothing else runs."""
+    return sum(min(_times(node, name, amount) for name, amount in request.items()) for node in _nodes())
+
+
+def check_places(least: int, request: Request, lower: str) -> None:
+    """Raise ConfigError unless `least` workers have places: Ray would wait for ever, without a word.
+
+    lower: the setting that says how many workers there must be.
+    """
+    found = places(request)
+    if found >= least:
+        return
+    largest = max(_nodes(), key=lambda node: [node["Resources"].get(name, 0) for name in reversed(list(request))])
+    has = {name: largest["Resources"].get(name, 0) for name in request}
+    setting = "cpus_per_worker" if found == 0 and 0 < has["CPU"] < request["CPU"] else lower
+    raise ConfigError(
+        f"no room for {_counted(least, 'worker')} of {describe(request)}: the cluster has places for {found}; "
+        f"its largest node, {largest.get('NodeManagerHostname') or largest['NodeID']}, has {describe(has)}; "
+        f"lower {setting} or add nodes"
+    )
+
+
+def shortage(least: int, request: Request) -> str | None:
+    """Why `least` workers must wait for others to end; None if nothing says that they must."""
+    free = ray.available_resources()
+    if all(free.get(name, 0) >= least * amount for name, amount in request.items()):
+        return None
+    left = {name: free.get(name, 0) for name in request}
+    return f"waiting for {_counted(least, 'place')} of {describe(request)}: {describe(left)} free"
+
+
+def describe(amounts: Request) -> str:
+    """'2 CPUs and 1 GPU'."""
+    return " and ".join(_counted(amount, name) for name, amount in amounts.items())
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _times(node: Mapping[str, Any], name: str, amount: float) -> int:
+    return round(node["Resources"].get(name, 0) * UNITS) // max(1, round(amount * UNITS))
+
+
+def _counted(amount: float, thing: str) -> str:
+    return f"{amount:g} {thing}" if amount == 1 else f"{amount:g} {thing}s"

@@ -1,0 +1,71 @@
+"""Room for workers is counted node by node; nobody waits for a place that no node has."""
+
+import pytest
+import ray
+
+from lt2.config import ConfigError
+from lt2_platform.train import trainer
+from lt2_platform.train.places import check_places, places, shortage, worker_request
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A function that makes `ray.nodes` and `ray.available_resources` answer for nodes with these resources."""
+
+    def make(*nodes, free=None):
+        found = [
+            {"NodeID": f"{i}", "NodeManagerHostname": f"node{i}", "Alive": node is not None, "Resources": node or {}}
+            for i, node in enumerate(nodes)
+        ]
+        monkeypatch.setattr(ray, "nodes", lambda: found)
+        monkeypatch.setattr(ray, "available_resources", lambda: free or {})
+
+    return make
+
+
+def test_places_are_counted_node_by_node(cluster):
+    cluster({"CPU": 2}, {"CPU": 1}, {}, None)
+    assert [places({"CPU": cpus}) for cpus in (0.5, 1, 1.5, 2, 3)] == [6, 3, 1, 1, 0]
+    cluster({"CPU": 0.3})
+    assert places({"CPU": 0.1}) == 3
+    cluster({"CPU": 4, "GPU": 8}, {"CPU": 64}, {"CPU": 16, "GPU": 1})
+    assert places({"CPU": 1, "GPU": 1}) == 5
+
+
+def test_workers_that_fit_the_sum_but_no_node_are_refused(cluster):
+    cluster({"CPU": 1}, {"CPU": 2})
+    with pytest.raises(ConfigError) as refused:
+        trainer._scaling(1, None, 3, False, None)
+    assert str(refused.value) == (
+        "no room for 1 worker of 3 CPUs: the cluster has places for 0; its largest node, node1, has 2 CPUs; "
+        "lower cpus_per_worker or add nodes"
+    )
+    with pytest.raises(ConfigError, match=r"2 workers of 1.5 CPUs: .* for 1; .* lower num_workers or add nodes"):
+        trainer._scaling(2, None, 1.5, False, None)
+    with pytest.raises(ConfigError, match="lower min_workers or add nodes"):
+        trainer._scaling(4, 2, 1.5, False, None)
+    assert trainer._scaling(2, 1, 1.5, False, None).num_workers == (1, 2)
+
+
+def test_without_a_gpu_fewer_cpus_are_no_advice(cluster):
+    cluster({"CPU": 2}, {"CPU": 8})
+    with pytest.raises(ConfigError, match="node1, has 8 CPUs and 0 GPUs; lower num_workers or add nodes"):
+        check_places(1, worker_request(1, None, use_gpu=True), "num_workers")
+
+
+def test_a_worker_takes_half_a_cpu_where_they_are_scarce(cluster):
+    cluster({"CPU": 2})
+    assert worker_request(1, None, use_gpu=False) == {"CPU": 1}
+    assert worker_request(2, None, use_gpu=False) == {"CPU": 0.5}
+    cluster({"CPU": 4, "GPU": 8}, {"CPU": 64})  # plenty, but not beside the GPUs
+    assert worker_request(4, None, use_gpu=True) == {"CPU": 1, "GPU": 1}
+    assert worker_request(8, None, use_gpu=True) == {"CPU": 0.5, "GPU": 1}
+
+
+def test_a_busy_cluster_is_named_once(cluster):
+    heard = []
+    cluster({"CPU": 2}, {"CPU": 2}, free={"CPU": 1})
+    trainer._scaling(2, None, 1, False, heard.append)
+    assert heard == [{"waiting": "waiting for 2 places of 1 CPU: 1 CPU free"}]
+    assert shortage(1, {"CPU": 1}) is None
+    assert shortage(1, {"CPU": 1, "GPU": 1}) == "waiting for 1 place of 1 CPU and 1 GPU: 1 CPU and 0 GPUs free"
