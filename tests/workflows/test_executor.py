@@ -171,6 +171,36 @@ def test_a_step_whose_process_vanished_is_shown_as_lost(storage):
     assert step_state(storage, second.folder)["state"] == "lost"
 
 
+ELSEWHERE = {"host": "b", "machine": "b/1/2", "pid": 1, "start": "1", "token": "x", "ttl_s": 30.0, "released": False}
+
+
+def test_a_slow_clock_elsewhere_is_no_death(storage, monkeypatch):
+    """Only silence that was observed lets a step be taken over, however old its lease looks."""
+    now = 1_000.0
+    monkeypatch.setattr(records.time, "monotonic", lambda: now)
+    watch = records.Watch(storage, "steps/a-1")
+    for beat in range(4):
+        written = records.time.time() - 3_600
+        storage.write_json("steps/a-1/attempts/1/lease.json", ELSEWHERE | {"beat": beat, "time": written})
+        attempt, holder = watch.holder()
+        assert (attempt, holder and holder["beat"]) == (1, beat)
+        now += 29
+    assert watch.holder()[1] is not None
+    now += 2
+    assert watch.holder() == (1, None)
+
+
+@pytest.mark.parametrize(("age", "state"), [(5, "running"), (300, "running"), (400, "lost")])
+def test_a_step_elsewhere_is_shown_as_lost_only_when_no_ordinary_clock_explains_it(storage, age, state):
+    lease = ELSEWHERE | {"beat": 1, "time": records.time.time() - age}
+    storage.write_json("steps/a-1/attempts/1/lease.json", lease)
+    storage.write_json("steps/a-1/attempts/1/state.json", {"state": "running"})
+    assert step_state(storage, "steps/a-1")["state"] == state
+    here = lease | records.this_process()  # alive, but silent by our own clock
+    storage.write_json("steps/a-1/attempts/1/lease.json", here)
+    assert step_state(storage, "steps/a-1")["state"] == ("running" if age < 60 else "lost")
+
+
 def test_the_lease_of_a_killed_attempt_is_released_by_its_driver(storage, monkeypatch):
     monkeypatch.setattr(records, "ORPHAN_GRACE_S", 0.0)
     lease = records.Lease(storage, "steps/a-1", 1, ttl_s=30, on_lost=print)

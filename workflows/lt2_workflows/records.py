@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 TTL_S = 30.0
 # Ray workers outlive a killed driver by about two seconds and could still write into the step's folder.
 ORPHAN_GRACE_S = 5.0
-# Clocks of two machines may differ; a lease this old is stale whatever the clocks say.
+# By so much clocks of two machines may well differ. It matters only for what is shown: to take a step over, its silence
+# must have been observed, by one clock.
 CLOCK_SKEW_S = 300.0
 
 
@@ -175,13 +176,19 @@ class Watch:
 
 
 def is_stale(lease: dict[str, Any], silent_s: float = 0.0) -> bool:
-    """True if the holder of `lease` is gone, given that we saw no heartbeat for `silent_s` by our own clock."""
+    """True if the holder of `lease` is gone, given that we saw no heartbeat for `silent_s` by our own clock.
+
+    The time in a lease is its holder's: however old it looks, on another machine that may be a slow clock.
+    """
     age = time.time() - lease["time"]
-    return (
-        silent_s > lease["ttl_s"]
-        or age > lease["ttl_s"] + CLOCK_SKEW_S
-        or (max(silent_s, age) > min(ORPHAN_GRACE_S, lease["ttl_s"]) and died_here(lease))
-    )
+    return silent_s > lease["ttl_s"] or (max(silent_s, age) > min(ORPHAN_GRACE_S, lease["ttl_s"]) and died_here(lease))
+
+
+def _looks_lost(lease: dict[str, Any]) -> bool:
+    """What a single look at a lease can tell; another machine's clock is allowed to be wrong by CLOCK_SKEW_S."""
+    here = _machine()
+    skew = 0.0 if here is not None and lease["machine"] == here else CLOCK_SKEW_S
+    return is_stale(lease) or time.time() - lease["time"] > 2 * lease["ttl_s"] + skew
 
 
 def release_for(storage: Storage, folder: str, attempt: int) -> None:
@@ -231,7 +238,7 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
     state = read_state(storage, folder, attempt)
     lease = _read(storage, f"{folder}/attempts/{attempt}/lease.json")
     name = state["state"]
-    if name == "running" and (lease is None or is_stale(lease) or time.time() - lease["time"] > 2 * lease["ttl_s"]):
+    if name == "running" and (lease is None or _looks_lost(lease)):
         name = "lost"
     return {"state": name, "attempt": attempt, "ended": state.get("ended"), "error": state.get("error"), "log": log}
 
