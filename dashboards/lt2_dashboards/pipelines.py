@@ -7,12 +7,7 @@ workflows/<id>/events/*.jsonl
 from __future__ import annotations
 
 import json
-<<<<<<< HEAD
 from collections import Counter
-=======
-import re
-import socket
->>>>>>> 614660c (A step elsewhere is taken over only after a lease's time of observed silence, and shown as lost only beyond ordinary clock skew)
 from typing import Any
 
 from lt2.config import ConfigError
@@ -22,17 +17,9 @@ from lt2_platform.results_parts import read_many
 from lt2_platform.storage import Storage
 
 MAX_WORKFLOWS = 200  # newest first on the list
-<<<<<<< HEAD
 MAX_TRIALS = 1_000  # on the page of a sweep's step
 # What needs attention first.
 STATES = ("failed", "unreadable", "running", "lost", "interrupted", "infrastructure", "waiting", "done")
-=======
-MAX_ATTEMPTS = 50  # newest first on a step's page
-SILENT_LEASES = 2.0  # a holder whose heartbeat is older than this many leases is gone
-CLOCK_SKEW_S = 300.0  # beyond which another machine's clock is not thought to be off
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
->>>>>>> 614660c (A step elsewhere is taken over only after a lease's time of observed silence, and shown as lost only beyond ordinary clock skew)
 
 
 def read_workflows(storage: Storage, now: float) -> dict[str, Any]:
@@ -136,7 +123,6 @@ def _dag_path(workflow_id: str) -> str:
     return f"workflows/{checked(workflow_id)}/dag.json"
 
 
-<<<<<<< HEAD
 def _summaries(records: Records, dags: dict[str, dict[str, Any]], now: float) -> list[dict[str, Any]]:
     """A line of a list for each workflow; "error" is that of its first step that has one."""
     known = step_states(records, (id_ for dag in dags.values() for id_ in dag["ids"].values()), now)
@@ -155,38 +141,6 @@ def _summaries(records: Records, dags: dict[str, dict[str, Any]], now: float) ->
             }
         )
     return found
-=======
-def _step_state(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
-    """{"state", "attempt", "started", "ended", "error"}; "lost" is a step whose process ended without a word."""
-    done = _json(_read(storage, f"steps/{checked(step_id)}/done.json"))
-    numbers = _attempts(storage, step_id)
-    if not numbers:
-        state = "done" if done is not None else "waiting"
-        return {"state": state, "attempt": 0, "started": None, "ended": (done or {}).get("ended"), "error": None}
-    attempt = (done or {}).get("attempt") or numbers[-1]
-    found = {"attempt": attempt, **_attempt(storage, step_id, attempt, now)}
-    if done is not None:
-        found |= {"state": "done", "ended": done.get("ended"), "error": None}
-    return {key: found.get(key) for key in ("state", "attempt", "started", "ended", "error")}
-
-
-def _attempt(storage: Storage, step_id: str, attempt: int, now: float) -> dict[str, Any]:
-    folder = f"steps/{step_id}/attempts/{attempt}"
-    data = read_many(storage, [f"{folder}/state.json", f"{folder}/lease.json"])
-    state, lease = (_json(item) for item in data)
-    state, lease = state or {"state": "running"}, lease or {}
-    name = state.get("state", "running")
-    skew = 0.0 if lease.get("host") == socket.gethostname() else CLOCK_SKEW_S
-    silent = now - lease.get("time", 0) > SILENT_LEASES * lease.get("ttl_s", 30.0) + skew
-    if name == "running" and (silent or lease.get("released")):
-        name = "lost"
-    known = {key: state.get(key) for key in ("started", "ended", "error", "progress")}
-    return known | {"state": name, "host": lease.get("host"), "provenance": state.get("provenance") or {}}
-
-
-def _attempts(storage: Storage, step_id: str) -> list[int]:
-    return sorted(int(n) for n in storage.list(f"steps/{step_id}/attempts") if n.isdigit() and len(n) < 9)
->>>>>>> 614660c (A step elsewhere is taken over only after a lease's time of observed silence, and shown as lost only beyond ordinary clock skew)
 
 
 def _events(storage: Storage, workflow_id: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ steps/<step id>/done.json
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ from lt2_platform.storage import Storage
 LOG_TAIL = 200_000  # bytes of a log that one answer carries
 MAX_ATTEMPTS = 50  # newest first on a step's page
 SILENT_LEASES = 2.0  # a holder whose heartbeat is older than this many leases is gone
+CLOCK_SKEW_S = 300.0  # beyond which another machine's clock is not thought to be off
 
 
 def read_step(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
@@ -99,7 +101,8 @@ def _attempt(records: Records, step_id: str, attempt: int, now: float) -> dict[s
     broken = records.skipped.get(paths[0])
     state, lease = state or {}, lease or {}
     name = state.get("state", "running")
-    silent = now - lease.get("time", 0) > SILENT_LEASES * lease.get("ttl_s", 30.0)
+    skew = 0.0 if lease.get("host") == socket.gethostname() else CLOCK_SKEW_S
+    silent = now - lease.get("time", 0) > SILENT_LEASES * lease.get("ttl_s", 30.0) + skew
     if name == "running" and (silent or lease.get("released")):
         name, broken = "lost", broken or records.skipped.get(paths[1])
     known = {key: state.get(key) for key in ("started", "ended", "error", "progress")}

@@ -8,15 +8,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from lt2.config import ConfigError
-from lt2_dashboards import pipelines
-<<<<<<< HEAD
+from lt2_dashboards import pipelines, steps
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
 from lt2_dashboards.pipelines import in_order, overall, read_trials, read_workflow, read_workflows
 from lt2_dashboards.steps import LOG_TAIL, read_log, read_step
-=======
-from lt2_dashboards.pipelines import LOG_TAIL, in_order, overall, read_log, read_step, read_workflow
->>>>>>> 614660c (A step elsewhere is taken over only after a lease's time of observed silence, and shown as lost only beyond ordinary clock skew)
 from lt2_platform.storage import Storage
 
 from .conftest import HOSTILE, attempt, body, fill_sweep, fill_workflow
@@ -107,7 +103,6 @@ def test_only_the_end_of_a_long_log_is_sent(tmp_path):
     assert log == {"text": "b" * LOG_TAIL, "size": LOG_TAIL + 1_000, "cut": 1_000}
 
 
-<<<<<<< HEAD
 def test_stray_files_among_the_folders_are_no_workflows_and_no_attempts(tmp_path):
     storage = Storage(str(tmp_path))
     fill_workflow(storage)
@@ -169,16 +164,13 @@ def test_a_step_whose_settings_are_damaged_is_named(tmp_path):
         read_step(storage, "report-00000000", 0.0)
 
 
-def test_a_holder_that_fell_silent_is_lost(tmp_path):
-=======
 def test_a_holder_that_fell_silent_is_lost(tmp_path, monkeypatch):
->>>>>>> 614660c (A step elsewhere is taken over only after a lease's time of observed silence, and shown as lost only beyond ordinary clock skew)
     storage = Storage(str(tmp_path))
     storage.write_json("steps/s/spec.json", {"name": "s"})
     attempt(storage, "s", 1, "running", 0.0, beat=1_000.0)
     assert read_step(storage, "s", 1_359.0)["attempts"][0]["state"] == "running"  # another machine's clock may be off
     assert read_step(storage, "s", 1_361.0)["attempts"][0]["state"] == "lost"
-    monkeypatch.setattr(pipelines.socket, "gethostname", lambda: "node-1")
+    monkeypatch.setattr(steps.socket, "gethostname", lambda: "node-1")
     assert read_step(storage, "s", 1_059.0)["attempts"][0]["state"] == "running"
     assert read_step(storage, "s", 1_061.0)["attempts"][0]["state"] == "lost"
 
