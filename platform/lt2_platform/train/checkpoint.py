@@ -30,7 +30,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM
 from lt2.training import TrainState
 from lt2_platform.storage import Storage
-from lt2_platform.train.ranks import Group, from_rank_zero, gather, on_rank_zero, rank, world_size
+from lt2_platform.train.ranks import Group, from_rank_zero, gather, is_rank_zero, on_rank_zero, rank, world_size
 from lt2_platform.train.retention import Keep, kept, note_best, read_best
 from lt2_platform.train.shards import StorageRefusedError, load_shards, save_shards, saved_names
 
@@ -79,7 +79,8 @@ def write(
 
     tensors: `contents`, or a copy of them. validation_loss, if this very step was evaluated, makes it a candidate for
     the best checkpoint. pinned(): names that must stay for now, asked on rank 0.
-    Raises StorageRefusedError on every rank when storage does not take it; nothing of it is left then, if possible.
+    Raises StorageRefusedError on every rank when storage does not take it. Whatever is raised, nothing incomplete is
+    left behind if that is possible.
 
     tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint.
     """
@@ -112,6 +113,11 @@ def write(
     except StorageRefusedError:
         with suppress(StorageRefusedError):
             on_rank_zero(lambda: delete(folder, name), group)  # on a full disk the half of it is what is in the way
+        raise
+    except Exception:
+        with suppress(Exception):  # this error may be one rank's alone: ask nothing of the others, and hide none of it
+            if is_rank_zero() and not storage.exists(f"{name}/{COMPLETE}"):
+                delete(folder, name)
         raise
     return storage.join(name)
 

@@ -240,3 +240,17 @@ def test_the_golden_checkpoint_of_schema_1_still_loads():
     optimizer = adamw(model, lr=1e-2)
     checkpoint.load(checkpoint.resolve(str(golden)), model, optimizer)
     assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
+
+
+def test_any_error_while_saving_leaves_a_whole_checkpoint_or_none(tmp_path):
+    model, optimizer = trained()
+    with pytest.raises(TypeError):
+        save(tmp_path, model, optimizer, tokenizer_files={"tokenizer/vocab": None})
+    assert list(tmp_path.iterdir()) == []
+
+    def no_pins():
+        raise LookupError("asked when the checkpoint was complete")
+
+    with pytest.raises(LookupError):
+        save(tmp_path, model, optimizer, pinned=no_pins)
+    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")

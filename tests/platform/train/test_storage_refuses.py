@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from botocore.exceptions import EndpointConnectionError
+from s3fs.core import S3File, S3FileSystem
 
 from lt2.training import STOP, PreemptedError, TrainState
 from lt2_platform.storage import Storage
@@ -194,3 +196,41 @@ def test_wherever_in_a_file_the_disk_is_full_it_is_a_refusal(tmp_path, monkeypat
         room[0] = left
         with pytest.raises(StorageRefusedError, match="No space left"):
             shards.save_shards(tensors, storage, f"at-{left}")
+
+
+def _failing_requests(monkeypatch):
+    """(requests to S3 that write, a list with the number of those that succeed); the others find no server."""
+    asked, good = [], [10**9]
+    of_files, of_filesystem = S3File._call_s3, S3FileSystem._call_s3
+
+    def note(method):
+        asked.append(method)
+        if len(asked) > good[0]:
+            raise EndpointConnectionError(endpoint_url="http://away")
+
+    def by_file(file, method, *more, **options):
+        note(method)
+        return of_files(file, method, *more, **options)
+
+    async def by_filesystem(files, method, *more, **options):
+        if method in ("copy_object", "delete_objects"):
+            note(method)
+        return await of_filesystem(files, method, *more, **options)
+
+    monkeypatch.setattr(S3File, "_call_s3", by_file)
+    monkeypatch.setattr(S3FileSystem, "_call_s3", by_filesystem)
+    monkeypatch.setattr(S3FileSystem, "default_block_size", 5 * 2**20)  # the least that S3 takes as a part
+    return asked, good
+
+
+@pytest.mark.parametrize("size", [300, 2_000_000])  # one request for the file, and many
+def test_whichever_request_to_s3_fails_it_is_a_refusal(s3_root, monkeypatch, size):
+    tensors, storage = {"model": {f"w{i}": torch.zeros(size) for i in range(2)}}, Storage(s3_root)
+    asked, good = _failing_requests(monkeypatch)
+    shards.save_shards(tensors, storage, "whole")
+    requests = list(asked)
+    assert ("upload_part" in requests) == (size > 300)
+    for good[0] in range(len(requests)):
+        asked.clear()
+        with pytest.raises(StorageRefusedError, match="Could not connect"):
+            shards.save_shards(tensors, storage, f"at-{good[0]}")
