@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import fsspec
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
 from lt2.config import ConfigError
+from lt2_platform.storage_errors import CHOOSE, STORAGE_ERRORS, notes_root, noting, refusal
 
 S3 = "s3://"
 _ALREADY_EXISTS = {409, 412}  # conditional request conflict, precondition failed
@@ -34,6 +35,8 @@ def default_root() -> str:
 def absolute(uri: str) -> str:
     """`uri` in the form every worker understands: `s3://…` unchanged, anything else an absolute local path."""
     if uri.startswith(S3):
+        if not uri[len(S3) :].partition("/")[0]:
+            raise ConfigError(f"{uri} names no bucket; give s3://bucket/prefix")
         return S3 + uri[len(S3) :].rstrip("/")
     if "://" in uri and not uri.startswith("file://"):
         raise ConfigError(f"{uri}: unsupported storage scheme; use a local path or s3://bucket/prefix")
@@ -76,13 +79,16 @@ def _tame_checksums() -> None:
 class Storage:
     """Files under one root, local or `s3://bucket/prefix`. Cheap to build, compare and pickle.
 
-    Missing files raise FileNotFoundError from the reading functions; other failures are the filesystem's own OSError.
+    Missing files raise FileNotFoundError from the reading functions; other failures are the filesystem's own OSError,
+    with a note of the root.
     """
 
     root: str
 
     def __init__(self, root: str | None = None):
-        object.__setattr__(self, "root", absolute(root or default_root()))
+        if root is not None and not root.strip():
+            raise ConfigError("the storage root is empty; give a folder or s3://bucket/prefix, or leave --storage out")
+        object.__setattr__(self, "root", absolute(default_root() if root is None else root))
 
     @property
     def fs(self) -> Any:
@@ -104,20 +110,24 @@ class Storage:
 
     # Reading
 
+    @notes_root
     def exists(self, path: str = "") -> bool:
         """True for a file or a non-empty folder."""
         return self.fs.exists(self.join(path))
 
+    @notes_root
     def read_bytes(self, path: str) -> bytes:
         return self.fs.cat_file(self.join(path))
 
     def read_json(self, path: str) -> Any:
         return json.loads(self.read_bytes(path))
 
+    @notes_root
     def open(self, path: str) -> IO[bytes]:
         """A seekable binary file for reading (write with `write_bytes` or `writer`)."""
         return self.fs.open(self.join(path), "rb")
 
+    @notes_root
     def list(self, path: str = "") -> list[str]:
         """Sorted names (not paths) of the files and folders directly inside `path`; [] if there is no such folder."""
         full = self.join(path)
@@ -128,6 +138,7 @@ class Storage:
         names = {name.rstrip("/").rsplit("/", 1)[-1] for name in found if name.rstrip("/") != full.removeprefix(S3)}
         return sorted(name for name in names if not name.startswith(".tmp-"))
 
+    @notes_root
     def glob(self, pattern: str) -> list[str]:
         """Sorted paths, relative to the root, that match `pattern` (`*`, `**`, `?`)."""
         prefix = self.root.removeprefix(S3).rstrip("/") + "/"
@@ -140,6 +151,7 @@ class Storage:
 
     # Writing
 
+    @notes_root
     def write_bytes(self, path: str, data: bytes) -> None:
         """Replace `path` atomically, creating its folders."""
         with self.writer(path) as file:
@@ -151,7 +163,11 @@ class Storage:
     @contextmanager
     def writer(self, path: str) -> Iterator[IO[bytes]]:
         """A binary file that becomes `path` when the block ends, and disappears if the block raises."""
-        full = self.join(path)
+        with noting(self.root), self._writing(self.join(path)) as file:
+            yield file
+
+    @contextmanager
+    def _writing(self, full: str) -> Iterator[IO[bytes]]:
         if full.startswith(S3):
             # Not `fs.open(…, "wb")`: closing an S3 file after an exception publishes the part written so far.
             with tempfile.NamedTemporaryFile() as file:
@@ -171,6 +187,7 @@ class Storage:
                 os.unlink(temporary)
             raise
 
+    @notes_root
     def create_exclusive(self, path: str, data: bytes) -> bool:
         """Create `path` with `data` unless it exists; True for exactly one of any number of concurrent callers."""
         full = self.join(path)
@@ -190,6 +207,7 @@ class Storage:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
 
+    @notes_root
     def delete(self, path: str) -> None:
         """Remove a file or a whole folder; a missing one is fine. The root itself is refused."""
         full = self.join(path)
@@ -198,17 +216,29 @@ class Storage:
         with suppress(FileNotFoundError):
             self.fs.rm(full, recursive=True)
 
+    # Looking before work begins
+
+    def check_readable(self, *, new: bool = False) -> None:
+        """See that the root is there and can be listed. new: a local folder may come later. Raises ConfigError."""
+        try:
+            if self.root.startswith(S3):
+                bucket, _, prefix = self.root[len(S3) :].partition("/")
+                self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
+            elif os.path.exists(self.root):
+                os.scandir(self.root).close()
+            elif not new:
+                raise ConfigError(f"folder {self.root} does not exist; {CHOOSE}")
+        except STORAGE_ERRORS as error:
+            raise refusal(self.root, "read", error) from error
+
     def check_writable(self) -> None:
         """Write and remove a probe file, so that a bad root fails before any work. Raises ConfigError."""
         probe = f".tmp-probe-{uuid.uuid4().hex}"
         try:
             self.write_bytes(probe, b"")
             self.delete(probe)
-        except (OSError, BotoCoreError, ClientError) as error:
-            raise ConfigError(
-                f"storage root {self.root} cannot be written ({_reason(error)}); "
-                "choose another with --storage or LT2_STORAGE"
-            ) from error
+        except STORAGE_ERRORS as error:
+            raise refusal(self.root, "written", error) from error
 
 
 def _json_bytes(value: Any) -> bytes:
@@ -219,17 +249,6 @@ def _temporary_beside(full: str) -> str:
     folder = os.path.dirname(full)
     os.makedirs(folder, exist_ok=True)
     return os.path.join(folder, f".tmp-{uuid.uuid4().hex}")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, NotADirectoryError | FileExistsError):
-        return "a part of the path is a file"
-    if isinstance(error.__cause__, ClientError) and "Code" in (answer := error.__cause__.response.get("Error", {})):
-        said = answer.get("Message")  # a server need not send one
-        return f"{answer['Code']}: {said}" if said else answer["Code"]
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _put_if_absent(fs: Any, full: str, data: bytes) -> bool:

@@ -136,8 +136,13 @@ def test_unwritable_local_root(tmp_path):
 
 
 def test_missing_bucket(s3_root):
-    with pytest.raises(ConfigError, match=r"root s3://no-such-bucket/x cannot be written \(NoSuchBucket.*\); choose"):
+    line = (
+        r"root s3://no-such-bucket/x cannot be {} \(there is no bucket no-such-bucket\); create it, or choose another"
+    )
+    with pytest.raises(ConfigError, match=line.format("written")):
         Storage("s3://no-such-bucket/x").check_writable()
+    with pytest.raises(ConfigError, match=line.format("read")):
+        Storage("s3://no-such-bucket/x").check_readable()
 
 
 def test_unreachable_endpoint(monkeypatch):
@@ -146,6 +151,33 @@ def test_unreachable_endpoint(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
     with pytest.raises(ConfigError, match=r"storage root s3://b cannot be written \(Could not connect"):
         Storage("s3://b").check_writable()
+
+
+def test_check_readable(storage, tmp_path):
+    storage.check_readable(new=True)
+    storage.write_bytes("x", b"")
+    storage.check_readable()
+    missing = Storage(str(tmp_path / "mistyped"))
+    missing.check_readable(new=True)
+    with pytest.raises(ConfigError, match=r"folder /.*/mistyped does not exist; choose another with --storage or"):
+        missing.check_readable()
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match=r"file cannot be read \(a part of the path is a file\); choose"):
+        Storage(str(tmp_path / "file")).check_readable(new=True)
+
+
+@pytest.mark.parametrize(
+    ("root", "message"),
+    [
+        ("", "the storage root is empty; give a folder or s3://bucket/prefix"),
+        (" ", "the storage root is empty"),
+        ("s3://", "s3:// names no bucket; give s3://bucket/prefix"),
+        ("s3:///x", "s3:///x names no bucket"),
+    ],
+)
+def test_a_root_without_a_name(root, message):
+    with pytest.raises(ConfigError, match=message):
+        Storage(root)
 
 
 def test_unknown_scheme():

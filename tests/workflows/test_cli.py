@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lt2_platform.storage import Storage
+from lt2_workflows.cli import main
 from tests.workflows.conftest import FAKE_STEPS
 
 CHAIN = f"{FAKE_STEPS}:chain"
@@ -40,6 +44,14 @@ def test_run_status_and_json(tmp_path):
     shown = lt2("status", "chain", "--storage", root).stdout
     assert found["id"] in shown
     assert shown.count(" done ") == 3
+
+
+def test_an_export_that_has_no_place_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = lt2("export", str(tmp_path / "run"), str(tmp_path / "file/model"), "--storage", str(tmp_path))
+    assert_one_line(
+        done, f"lt2: {tmp_path}/file/model cannot be written (a part of the path is a file); choose another"
+    )
 
 
 def test_a_failed_step_is_named_with_attempt_and_log(tmp_path):
@@ -78,10 +90,74 @@ def test_storage_comes_from_the_environment(tmp_path, monkeypatch):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, tmp_path):
-    done = lt2(*arguments, "--storage", str(tmp_path / "s"))
+    (tmp_path / "s").mkdir()
+    assert_one_line(lt2(*arguments, "--storage", str(tmp_path / "s")), message)
+
+
+def assert_one_line(done: subprocess.CompletedProcess, message: str) -> None:
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+COMMANDS = [["status"], ["results"], ["plan", CHAIN], ["run", CHAIN], ["report", "chain"], ["diagnose", "run"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_bucket_that_is_not_there_is_no_empty_store(command, s3_root):
+    assert_one_line(
+        lt2(*command, "--storage", "s3://nobucket/x"), "(there is no bucket nobucket); create it, or choose"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS[:2], ids=lambda command: command[0])
+def test_a_folder_that_is_not_there_is_no_empty_store(command, tmp_path):
+    root = str(tmp_path / "mistyped")
+    assert_one_line(
+        lt2(*command, "--storage", root), f"lt2: folder {root} does not exist; choose another with --storage"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS[2:4], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("environment", "root", "message"),
+    [
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}, "s3://b/x",
+         "lt2: storage root s3://b/x cannot be read (Could not connect to the endpoint URL"),
+        ({}, "s3://bucket/x", "(Unable to locate credentials); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ({}, "s3://", "lt2: s3:// names no bucket; give s3://bucket/prefix"),
+        ({}, "s3://no bucket", "('no bucket' is no bucket's name); give s3://bucket/prefix"),
+        ({}, "", "lt2: the storage root is empty; give a folder or s3://bucket/prefix"),
+    ],
+)  # fmt: skip
+def test_an_unusable_root_is_one_line(command, environment, root, message, monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in {"AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert_one_line(lt2(*command, "--storage", root), message)
+
+
+def test_a_store_that_takes_no_writes_is_one_line(tmp_path, monkeypatch, capsys):
+    root = str(tmp_path / "s")
+    assert lt2("run", CHAIN, "--storage", root).returncode == 0
+
+    def read_only(storage, full):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Storage, "_writing", read_only)
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001/COMPLETE").write_text("{}")
+    place = str(tmp_path)
+    for command in (["report", "chain"], ["diagnose", place], ["checkpoints", place, "--prune", "best"]):
+        monkeypatch.setattr(sys, "argv", ["lt2", *command, "--storage", root])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("lt2: storage root ")
+        assert "(Read-only file system); choose another with --storage or LT2_STORAGE" in line
 
 
 def test_an_unwritable_root_is_refused_before_anything_happens(tmp_path):

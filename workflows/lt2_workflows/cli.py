@@ -86,7 +86,7 @@ def plan(
     from lt2_workflows.loading import load_workflow
     from lt2_workflows.plan import describe_costs, describe_plan
 
-    workflow, root = load_workflow(recipe, set_ or []), _storage(storage)
+    workflow, root = load_workflow(recipe, set_ or []), _readable(storage, new=True)
     typer.echo(describe_plan(workflow, root))
     if card is not None:
         typer.echo(describe_costs(workflow, root, card=card, count=count, utilisation=utilisation))
@@ -129,7 +129,7 @@ def sweep(
 
     workflow = sweeps.sweep_workflow(name, set_ or [], grid or [], seeds, {"asha": asha, "concurrent": concurrent})
     if plan:
-        typer.echo(describe_plan(workflow, _storage(storage)))
+        typer.echo(describe_plan(workflow, _readable(storage, new=True)))
         return
     _run(workflow, _storage(storage), None, no_wait, lease_ttl)
 
@@ -161,12 +161,13 @@ def status(
     from lt2_workflows.console import table
     from lt2_workflows.records import list_workflows
 
-    found = list_workflows(_storage(storage), workflow)
+    root = _readable(storage)
+    found = list_workflows(root, workflow)
     if json_:
         typer.echo(json.dumps(found, indent=2))
         return
     if not found:
-        typer.echo("no workflows yet")
+        typer.echo(f"no workflows yet in {root.root}")
     for item in found:
         if workflow is None and "part_of" in item:
             continue
@@ -182,7 +183,7 @@ def report(
     """Write a workflow's report, Markdown and one HTML file, into its folder: steps, numbers, curves, sweeps."""
     from lt2_workflows.report import write_report
 
-    root = _storage(storage)
+    root = _readable(storage)
     typer.echo(root.join(write_report(root, workflow), "report.html"))
 
 
@@ -192,7 +193,7 @@ def results(storage: StorageOption = None, json_: JsonOption = False) -> None:
     from lt2_platform.results import ResultsStore
     from lt2_workflows.console import table
 
-    rows = ResultsStore(_storage(storage)).results()
+    rows = ResultsStore(_readable(storage)).results()
     if json_:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -253,6 +254,13 @@ def _storage(root: str | None) -> Storage:
     return Storage(root)
 
 
+def _readable(root: str | None, *, new: bool = False) -> Storage:
+    """A mistyped root must not look like an empty one. new: a local folder need not exist yet."""
+    storage = _storage(root)
+    storage.check_readable(new=new)
+    return storage
+
+
 def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, ttl_s: float) -> None:
     from lt2_workflows import executor
     from lt2_workflows.console import Console
@@ -301,16 +309,24 @@ def _terminate(signum: int, frame: Any) -> None:
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2; anything else is a bug and keeps its traceback."""
+    """Entry point: a user's mistake or a store that fails is one line and exit code 2; the rest keeps its traceback."""
     try:
         app()
-    except ValueError as error:
-        from lt2.config import ConfigError
-
-        if not isinstance(error, ConfigError):
+    except Exception as error:
+        line = _line(error)
+        if line is None:
             raise
-        print("\n".join(f"lt2: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        print("\n".join(f"lt2: {part}" for part in line.splitlines()), file=sys.stderr)
         sys.exit(2)
+
+
+def _line(error: Exception) -> str | None:
+    """What to tell the user instead of a traceback; None for a bug."""
+    from lt2.config import ConfigError
+    from lt2_platform.storage_errors import complaint
+
+    told = error if isinstance(error, ConfigError) else complaint(error)
+    return None if told is None else str(told)
 
 
 if __name__ == "__main__":

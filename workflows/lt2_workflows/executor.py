@@ -84,9 +84,10 @@ def run(
     """Bring the workflow (or its step `only`, whose inputs must be finished) to its end; the outcome of each step.
 
     `say` is called, from several threads, with {"step", "event", …} for everything that happens. Bad input that can be
-    seen beforehand, an unwritable root included, raises ConfigError before anything is written. KeyboardInterrupt
+    seen beforehand, an unusable root included, raises ConfigError before anything is written. KeyboardInterrupt
     (SIGTERM as well, see the CLI) stops the running attempts, releases their leases and is raised again.
     """
+    storage.check_readable(new=True)
     chosen = _choose(workflow, storage, only)
     pending = [step for step in chosen.values() if read_done(storage, step) is None]
     for step in pending:

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lt2_platform.storage import Storage
-from lt2_platform.train.shards import STORAGE_ERRORS
+from lt2_platform.storage_errors import STORAGE_ERRORS
 
 log = logging.getLogger(__name__)
 

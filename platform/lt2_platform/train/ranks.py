@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lt2_platform.train.shards import STORAGE_ERRORS, StorageRefusedError
+from lt2_platform.storage_errors import STORAGE_ERRORS
+from lt2_platform.train.shards import StorageRefusedError
 
 Group = dist.ProcessGroup | None
 

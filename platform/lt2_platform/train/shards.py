@@ -13,7 +13,6 @@ from typing import Any
 import fsspec
 import torch
 import torch.distributed as dist
-from botocore.exceptions import BotoCoreError, ClientError
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -21,8 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lt2_platform.storage import Storage
-
-STORAGE_ERRORS = (OSError, BotoCoreError, ClientError)
+from lt2_platform.storage_errors import STORAGE_ERRORS
 
 
 class StorageRefusedError(OSError):

@@ -35,6 +35,7 @@ def diagnose(
 
     root = Storage(storage)
     place, run = located(root, checkpoint)
+    root.check_writable()
     found = evaluate_checkpoint(
         place,
         [DiagnosticsConfig(documents=documents, length=length)],

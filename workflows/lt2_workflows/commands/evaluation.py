@@ -170,6 +170,7 @@ def evaluate(
 
     root = Storage(storage)
     place, run = located(root, checkpoint)
+    root.check_writable()
     depths = [int(part) for part in loops.split(",")] if loops else []
     config = harness_config(
         suite,
@@ -237,7 +238,9 @@ def paper_table(
     from lt2_workflows.console import table
 
     by_run: dict[str, list[dict[str, Any]]] = {}
-    for run, name, row in ResultsStore(Storage(storage)).index().evals:
+    root = Storage(storage)
+    root.check_readable()
+    for run, name, row in ResultsStore(root).index().evals:
         if name == "validation":
             by_run.setdefault(run, []).append(row)
     unknown = [run for run in runs or () if run not in by_run]
@@ -286,6 +289,7 @@ def located(root: Storage, name: str) -> tuple[str, str]:
 def evaluation_folder(root: Storage, name: str) -> str:
     if "/" in name:
         return name
+    root.check_readable()
     if not root.exists(f"evals/{name}"):
         raise config_error(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
     return root.join("evals", name)

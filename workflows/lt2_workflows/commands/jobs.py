@@ -61,6 +61,7 @@ def resume(
     from lt2_workflows.records import list_workflows
 
     store = Storage(_shared_root(storage))
+    store.check_readable()
     found = [item["id"] for item in list_workflows(store, workflow)]
     if len(found) > 1:
         raise ConfigError(f"{workflow!r} has several workflows, name one: {', '.join(found)}")
@@ -123,7 +124,7 @@ def _shared_root(root: str | None) -> str:
     from lt2.config import ConfigError
     from lt2_platform.storage import absolute
 
-    root = root or os.environ.get("LT2_STORAGE")
+    root = os.environ.get("LT2_STORAGE") if root is None else root
     if not root:
         raise ConfigError("a job needs a storage root that all nodes reach: --storage s3://bucket/prefix, or a folder")
     return absolute(root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,7 +50,9 @@ def export(
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
-    model, _, tokenizer = load_model(find_checkpoint(Storage(storage), checkpoint))
+    place = find_checkpoint(Storage(storage), checkpoint)
+    _check_writable(folder)
+    model, _, tokenizer = load_model(place)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     checks = export_checkpoint(
         model,
@@ -66,6 +69,17 @@ def export(
         f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at {worst.n_loops} loops, "
         f"{worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
     )
+
+
+def _check_writable(folder: Path) -> None:
+    from lt2.config import ConfigError
+    from lt2_platform.storage_errors import reason
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({reason(error)}); choose another folder") from error
 
 
 def checkpoints(
@@ -85,6 +99,8 @@ def checkpoints(
 
     policy = None if prune is None else Keep.parse(prune)
     folder = inventory.folder_of(find_checkpoint(Storage(storage), run))
+    if policy is not None:
+        Storage(folder).check_writable()
     found = inventory.entries(folder, verify=verify)
     gone = [] if policy is None else inventory.prune(folder, policy, verified=found)
     for record in found:
@@ -129,8 +145,11 @@ def bench_mixers(
     import torch
 
     from lt2.layer_bench import bench_layers, crossover, name
+    from lt2_platform.storage import Storage
     from lt2_workflows.console import table
 
+    if storage is not None:
+        Storage(storage).check_writable()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     listed = mixers.lstrip().startswith("[")
     chosen = read_json(mixers, "--mixers") if listed else [{"type": mixer} for mixer in mixers.split(",")]
@@ -199,13 +218,14 @@ def find_checkpoint(storage: Storage, name: str) -> str:
     """Where the checkpoints of `name` are: a path or URI; or, under the storage root, a run or a workflow's newest run.
 
     Raises:
-        ConfigError: nothing of that name, with the names there are.
+        ConfigError: nothing of that name, with the names there are; or the storage cannot be read.
     """
     from lt2.config import ConfigError
     from lt2_workflows.records import list_workflows
 
     if "/" in name or Path(name).exists():
         return name
+    storage.check_readable()
     if storage.exists(f"steps/{name}/out"):
         return storage.join("steps", name, "out")
     workflows = list_workflows(storage)

@@ -1,0 +1,103 @@
+"""What storage answers when it fails, as one line for the person who named the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
+
+from lt2.config import ConfigError
+
+STORAGE_ERRORS = (OSError, BotoCoreError, ClientError)
+
+CHOOSE = "choose another with --storage or LT2_STORAGE"
+_NOTE = "storage root: "
+_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+# A mistake of ours, not a state of the store: these keep their traceback.
+_BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@contextmanager
+def noting(root: str) -> Iterator[None]:
+    """Errors of storage that leave the block carry the root as a note: tracebacks show it, `complaint` reads it."""
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        if _root(error) is None:
+            error.add_note(_NOTE + root)
+        raise
+
+
+def notes_root(method: Method) -> Method:
+    """`noting` the object's root around all of one of its methods."""
+
+    @wraps(method)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with noting(self.root):
+            return method(self, *args, **kwargs)
+
+    return noted  # type: ignore[return-value]  the same signature
+
+
+def complaint(error: BaseException) -> ConfigError | None:
+    """The line that names the root and what to do; None for what is no failure of a store."""
+    root = _root(error)
+    if root is None or (isinstance(error, _BUGS) and _code(error) != "NoSuchBucket"):
+        return None
+    return refusal(root, "used", error)
+
+
+def refusal(root: str, what: str, error: BaseException) -> ConfigError:
+    """An error that says the root, what it cannot be (read, written, used), why, and what to set or do."""
+    return ConfigError(f"storage root {root} cannot be {what} ({reason(error, root)}); {_advice(error)}")
+
+
+def reason(error: BaseException, root: str = "") -> str:
+    """Why, in the fewest words that tell it."""
+    bucket = root.removeprefix("s3://").partition("/")[0]
+    if _code(error) == "NoSuchBucket":
+        return f"there is no bucket {bucket}"
+    if isinstance(error, ParamValidationError):
+        return f"{bucket!r} is no bucket's name"
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return "a part of the path is a file"
+    if code := _code(error):
+        said = _answer(error).get("Message")  # a server need not send one
+        return f"{code}: {said}" if said else code
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _advice(error: BaseException) -> str:
+    if isinstance(error, NoCredentialsError):
+        return f"set {_KEYS}"
+    if _code(error) == "NoSuchBucket":
+        return f"create it, or {CHOOSE}"
+    if isinstance(error, ParamValidationError):
+        return "give s3://bucket/prefix"
+    if _code(error) is not None and isinstance(error, PermissionError):
+        return f"check {_KEYS} and what they may do with the bucket, or {CHOOSE}"
+    if isinstance(error, BotoCoreError):
+        return f"check AWS_ENDPOINT_URL and that its server answers, or {CHOOSE}"
+    return CHOOSE
+
+
+def _root(error: BaseException) -> str | None:
+    notes = (note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE))
+    return next((note.removeprefix(_NOTE) for note in notes), None)
+
+
+def _answer(error: BaseException) -> dict[str, Any]:
+    """What the S3 server said; s3fs raises an OSError from it."""
+    cause = error if isinstance(error, ClientError) else error.__cause__
+    return dict(cause.response.get("Error", {})) if isinstance(cause, ClientError) else {}
+
+
+def _code(error: BaseException) -> str | None:
+    return _answer(error).get("Code")
