@@ -7,6 +7,7 @@ import sys
 
 from lt2.config import ConfigError
 from lt2_dashboards.app import serve
+from lt2_platform.storage import Storage
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--proxy-header", default="x-forwarded-user", help="header in which it names them")
     given = parser.parse_args(arguments)
     try:
+        _say_what_is_missing(Storage(given.storage))
         serve(
             given.storage,
             given.host,
@@ -37,6 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     return 0
+
+
+def _say_what_is_missing(storage: Storage) -> None:
+    """On stderr; not more, since a dashboard may be there before the store is, and shows it once it comes."""
+    try:
+        storage.check_readable()
+    except ConfigError as error:
+        print(f"dashboard: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
