@@ -172,7 +172,8 @@ def status(
         if workflow is None and "part_of" in item:
             continue
         typer.echo(f"{item['id']}")
-        typer.echo(table(item["steps"], ["name", "state", "attempt", "id", "error", "log"]) + "\n")
+        steps = item["steps"] if "error" not in item else [{"state": "unreadable", "error": item["error"]}]
+        typer.echo(table(steps, ["name", "state", "attempt", "id", "error", "log"]) + "\n")
 
 
 @app.command()

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_workflows.graph import Step, Workflow
+from lt2_workflows.record_files import UnreadableRecordError, read_record
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -42,6 +43,7 @@ ORPHAN_GRACE_S = 5.0
 # By so much clocks of two machines may well differ. It matters only for what is shown: to take a step over, its silence
 # must have been observed, by one clock.
 CLOCK_SKEW_S = 300.0
+UNREADABLE = "unreadable"  # the state of a step with a damaged record
 
 
 def write_workflow(storage: Storage, workflow: Workflow) -> None:
@@ -62,19 +64,19 @@ def write_workflow(storage: Storage, workflow: Workflow) -> None:
         }
         path = f"{step.folder}/spec.json"
         if not storage.create_exclusive(path, json_bytes(spec)):
-            found = storage.read_json(path)["fingerprint"]
+            found = (read_record(storage, path) or {}).get("fingerprint")
             if found != step.fingerprint:
                 raise RuntimeError(f"{storage.join(path)} has fingerprint {found}, expected {step.fingerprint}")
 
 
 def read_done(storage: Storage, step: Step) -> dict[str, Any] | None:
     """The done record {"attempt", "ended", "result", "provenance"}, or None while the step is unfinished."""
-    return _read(storage, f"{step.folder}/done.json")
+    return read_record(storage, f"{step.folder}/done.json")
 
 
 def read_state(storage: Storage, folder: str, attempt: int) -> dict[str, Any]:
     """How an attempt went: {"state": "running"|"done"|"failed"|"interrupted"|"infrastructure", …}."""
-    return _read(storage, f"{folder}/attempts/{attempt}/state.json") or {"state": "running"}
+    return read_record(storage, f"{folder}/attempts/{attempt}/state.json") or {"state": "running"}
 
 
 def last_attempt(storage: Storage, folder: str) -> int:
@@ -161,7 +163,7 @@ class Watch:
     def holder(self) -> tuple[int, dict[str, Any] | None]:
         """(newest attempt, its lease or None if the next attempt may start)."""
         attempt = last_attempt(self.storage, self.folder)
-        lease = _read(self.storage, f"{self.folder}/attempts/{attempt}/lease.json") if attempt else None
+        lease = read_record(self.storage, f"{self.folder}/attempts/{attempt}/lease.json") if attempt else None
         if lease is None or lease["released"]:
             return attempt, None
         if self._seen != (attempt, lease["beat"]):
@@ -194,8 +196,8 @@ def _looks_lost(lease: dict[str, Any]) -> bool:
 def release_for(storage: Storage, folder: str, attempt: int) -> None:
     """Release the lease of an attempt whose process, our child, ended without doing so; its Ray workers end first."""
     path = f"{folder}/attempts/{attempt}/lease.json"
-    lease = storage.read_json(path) if storage.exists(path) else {"released": True}
-    if not lease["released"]:
+    lease = read_record(storage, path)
+    if lease is not None and not lease["released"]:
         time.sleep(ORPHAN_GRACE_S)
         storage.write_bytes(path, json_bytes({**lease, "released": True}))
 
@@ -229,14 +231,14 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
     """
     attempt = last_attempt(storage, folder)
     log = storage.join(folder, f"attempts/{attempt}/log") if attempt else None
-    done = _read(storage, f"{folder}/done.json")
+    done = read_record(storage, f"{folder}/done.json")
     if done is not None:
         log = storage.join(folder, f"attempts/{done['attempt']}/log")
         return {"state": "done", "attempt": done["attempt"], "ended": done["ended"], "error": None, "log": log}
     if not attempt:
         return {"state": "waiting", "attempt": 0, "ended": None, "error": None, "log": None}
     state = read_state(storage, folder, attempt)
-    lease = _read(storage, f"{folder}/attempts/{attempt}/lease.json")
+    lease = read_record(storage, f"{folder}/attempts/{attempt}/lease.json")
     name = state["state"]
     if name == "running" and (lease is None or _looks_lost(lease)):
         name = "lost"
@@ -246,22 +248,37 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
 def list_workflows(storage: Storage, wanted: str | None = None) -> list[dict[str, Any]]:
     """[{"id", "name", "steps": [{"name", "id", "needs"} + `step_state`]}] of all workflows, or of those `wanted`.
 
-    A sweep's trial also has "part_of", the id of the sweep's step.
+    A sweep's trial also has "part_of", the id of the sweep's step. A step with a damaged record has the state
+    "unreadable"; a workflow with one has, among all of them, no steps but an "error". Asked for itself, it raises.
     """
     found = []
     for workflow_id in storage.list("workflows"):
-        record = _read(storage, f"workflows/{workflow_id}/dag.json")
+        try:
+            record = read_record(storage, f"workflows/{workflow_id}/dag.json")
+        except UnreadableRecordError as error:
+            if wanted in (workflow_id, workflow_id.rpartition("-")[0]):
+                raise
+            if wanted is None:
+                found.append({"id": workflow_id, "name": workflow_id, "steps": [], "error": str(error)})
+            continue
         if record is None or wanted not in (None, workflow_id, record["workflow"]):
             continue
-        steps = []
-        for name, step_id in record["ids"].items():
-            needs = list((_read(storage, f"steps/{step_id}/spec.json") or {"needs": {}})["needs"])
-            steps.append({"name": name, "id": step_id, "needs": needs, **step_state(storage, f"steps/{step_id}")})
+        steps = [_listed(storage, name, step_id) for name, step_id in record["ids"].items()]
         part_of = {"part_of": record["part_of"]} if record.get("part_of") else {}
         found.append({"id": workflow_id, "name": record["workflow"], **part_of, "steps": steps})
     if wanted is not None and not found:
         raise ConfigError(f"no workflow {wanted!r} in {storage.root}; `lt2 status` lists them")
     return found
+
+
+def _listed(storage: Storage, name: str, step_id: str) -> dict[str, Any]:
+    needs: list[str] = []
+    try:
+        needs = list((read_record(storage, f"steps/{step_id}/spec.json") or {"needs": {}})["needs"])
+        state = step_state(storage, f"steps/{step_id}")
+    except UnreadableRecordError as error:
+        state = {"state": UNREADABLE, "attempt": None, "ended": None, "error": str(error), "log": None}
+    return {"name": name, "id": step_id, "needs": needs, **state}
 
 
 def this_process() -> dict[str, Any]:
@@ -289,13 +306,6 @@ def died_here(process: dict[str, Any]) -> bool:
     """True if `process` (of `this_process`) ran on this machine and has ended; False also when we cannot know."""
     here = _machine()
     return here is not None and process["machine"] == here and _start_time(process["pid"]) != process["start"]
-
-
-def _read(storage: Storage, path: str) -> dict[str, Any] | None:
-    try:
-        return storage.read_json(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def json_bytes(value: Any) -> bytes:

@@ -20,7 +20,7 @@ from lt2_platform.evaluate import ablations
 from lt2_platform.results import ResultsStore
 from lt2_platform.results_tables import flatten
 from lt2_workflows.console import duration
-from lt2_workflows.records import list_workflows, read_state
+from lt2_workflows.records import UNREADABLE, list_workflows, read_state
 from lt2_workflows.svg import Dots, Line, dot_chart, line_chart
 
 if TYPE_CHECKING:
@@ -96,7 +96,10 @@ def _overview(storage: Storage, item: Mapping[str, Any], steps: Sequence[Mapping
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     parts: list[Part] = [f"Workflow {item['id']}, storage {storage.root}, written {made}."]
     parts.append(Table(["step", "state", "attempts", "last attempt took", "id"], rows))
-    parts += [f"{step['name']}: {step['error']} (log: {step['log']})" for step in steps if step["error"]]
+    for step in steps:
+        if step["error"]:
+            log = f" (log: {step['log']})" if step["log"] else ""
+            parts.append(f"{step['name']}: {step['error']}{log}")
     if code:
         parts.append(
             "Code and packages: " + ", ".join(f"{name} {version}" for name, version in code.items() if version) + "."
@@ -108,6 +111,8 @@ def _step_sections(storage: Storage, steps: Sequence[Mapping[str, Any]]) -> Iter
     store = ResultsStore(storage)
     for step in steps:
         folder = f"steps/{step['id']}"
+        if step["state"] == UNREADABLE:  # its error is among the steps
+            continue
         config = storage.read_json(f"{folder}/spec.json")["config"]
         result = storage.read_json(f"{folder}/done.json")["result"] if step["state"] == "done" else {}
         section = Section(step["name"])
