@@ -25,6 +25,7 @@ from lt2_platform.cores import share
 from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
 from lt2_workflows.cores import side_by_side
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
+from lt2_workflows.inputs import check_inputs
 from lt2_workflows.local_ray import ray_head
 from lt2_workflows.provenance import drift, provenance
 from lt2_workflows.records import TTL_S, Events, Watch, describe_holder, read_done, release_for, write_workflow
@@ -90,6 +91,7 @@ def run(
     storage.check_readable(new=True)
     chosen = _choose(workflow, storage, only)
     pending = [step for step in chosen.values() if read_done(storage, step) is None]
+    check_inputs(workflow, storage, pending)
     for step in pending:
         check = STEP_TYPES[step.config.type].check
         if check is not None:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from lt2.config import ConfigError
 from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION
 from lt2_platform.data.units import ROW_GROUP
+from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
 
 WINDOW_BLOCKS = 64  # sequences are shuffled among 64 blocks of 64, which themselves come from anywhere in the corpus
@@ -201,7 +202,8 @@ class PackedDataset:
 
     def _damaged(self, file: int, what: str) -> ConfigError:
         path = self.storage.join(self.paths[file])
-        return ConfigError(f"{path} is damaged ({what}); {anew(self.storage.root)}")
+        advice = remaking(self.storage.root, "delete the dataset and prepare it again")
+        return ConfigError(f"{path} is damaged ({what}); {advice}")
 
     def verify(self) -> None:
         """Read every shard of the split and compare its sha256 with the manifest's; ConfigError names a bad one."""
@@ -230,21 +232,18 @@ def share_of(global_batch_size: int, rank: int, world_size: int) -> tuple[int, i
     return global_batch_size * rank // world_size, global_batch_size * (rank + 1) // world_size
 
 
-def anew(uri: str) -> str:
-    """What to do about a dataset that cannot be used. A step's record of having finished must go with its output."""
-    return f"remove {uri.rstrip('/').removesuffix('/out')} and prepare it again"
-
-
 def load_manifest(uri: str) -> dict[str, Any]:
     """The manifest of a finished dataset. Raises ConfigError if there is none or it is of another version."""
     storage = Storage(uri)
     try:
         manifest = storage.read_json(MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{uri} is not a finished dataset (no {MANIFEST}); {anew(uri)}") from error
+        advice = remaking(uri, "run prepare with this folder as out")
+        raise ConfigError(f"{uri} is not a finished dataset (no {MANIFEST}); {advice}") from error
     if manifest.get("schema_version") != SCHEMA_VERSION:
         found = manifest.get("schema_version")
-        raise ConfigError(f"dataset {uri} has schema version {found}, this LT2 reads {SCHEMA_VERSION}; {anew(uri)}")
+        advice = remaking(uri, "prepare it again")
+        raise ConfigError(f"dataset {uri} has schema version {found}, this LT2 reads {SCHEMA_VERSION}; {advice}")
     return manifest
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM
 from lt2.training import TrainState
+from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
 from lt2_platform.train.ranks import Group, from_rank_zero, gather, is_rank_zero, on_rank_zero, rank, world_size
 from lt2_platform.train.retention import Keep, kept, note_best, read_best
@@ -229,7 +230,8 @@ def _candidates(uri: str) -> list[str]:
     for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
         if names := complete(folder):
             return [Storage(folder).join(name) for name in reversed(names)]
-    raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}")
+    advice = remaking(uri, "give a run's folder or a checkpoint")
+    raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}; {advice}")
 
 
 def _intact(uri: str) -> str:
@@ -239,7 +241,9 @@ def _intact(uri: str) -> str:
         if not (problems := damage(candidate)):
             return candidate
         log.error("checkpoint %s is damaged: %s", candidate, "; ".join(problems))
-    raise CheckpointError(f"{candidates[0]}: damaged checkpoint ({'; '.join(damage(candidates[0]))})")
+    # Beside a checkpoint that was named there may be others; a run of which none is intact must be made again.
+    advice = "use another" if candidates == [Storage(uri).root] else remaking(uri, "use another run")
+    raise CheckpointError(f"{candidates[0]}: damaged checkpoint ({'; '.join(damage(candidates[0]))}); {advice}")
 
 
 def check_matches(info: CheckpointInfo, config: ModelConfig, tokenizer: dict[str, Any]) -> None:

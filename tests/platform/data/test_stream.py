@@ -185,7 +185,7 @@ def test_damage_is_noticed(dataset_path, tmp_path):
     first.write_bytes(content)
     pq.write_table(pq.read_table(second).slice(0, 3), second)
     third.unlink()
-    again = r"; remove .* and prepare it again$"
+    again = r"; delete the dataset and prepare it again$"
     with pytest.raises(ConfigError, match=rf"train/part-00000\.parquet is damaged \(its sha256 is not .*\){again}"):
         dataset.verify()
     with pytest.raises(ConfigError, match=rf"part-00000\.parquet is damaged \(.*checksum.*\){again}"):
@@ -196,14 +196,32 @@ def test_damage_is_noticed(dataset_path, tmp_path):
         PackedDataset(dataset_path).batch([145])
 
 
+def test_the_dataset_of_a_step_is_made_again_by_its_workflow(dataset_path, tmp_path):
+    step = tmp_path / "steps" / "prepare-12345678"
+    step.mkdir(parents=True)
+    damaged = (tmp_path / "out").rename(step / "out")
+    (damaged / PackedDataset(str(damaged)).paths[0]).unlink()
+    (step / "spec.json").write_text("{}")
+    (step / "done.json").write_text("{}")
+    advice = rf"; remove the finished step's folder \(rm -r {step}\) and run its workflow again$"
+    with pytest.raises(ConfigError, match=rf"is damaged .*{advice}"):
+        PackedDataset(str(damaged)).verify()
+    (damaged / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=rf"is not a finished dataset .*{advice}"):
+        PackedDataset(str(damaged))
+    (step / "done.json").unlink()
+    with pytest.raises(ConfigError, match="; its step has not finished: run its workflow$"):
+        PackedDataset(str(damaged))
+
+
 def test_wrong_datasets(dataset_path, tmp_path):
     with pytest.raises(ConfigError, match=r"has no split 'test'; use train or validation$"):
         PackedDataset(dataset_path, "test")
-    with pytest.raises(ConfigError, match=r"is not a finished dataset \(no manifest\.json\); remove .* and prepare it"):
+    with pytest.raises(ConfigError, match=r"is not a finished dataset \(no manifest\.json\); run prepare"):
         PackedDataset(str(tmp_path / "nowhere"))
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 2}))
-    with pytest.raises(ConfigError, match=r"has schema version 2, this LT2 reads 1; remove .* and prepare it again$"):
+    with pytest.raises(ConfigError, match=r"has schema version 2, this LT2 reads 1; prepare it again$"):
         PackedDataset(dataset_path)
 
 

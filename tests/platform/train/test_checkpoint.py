@@ -192,6 +192,23 @@ def test_no_checkpoint_at_all(tmp_path):
         checkpoint.load_model(str(tmp_path))
 
 
+def test_a_finished_run_without_an_intact_checkpoint_names_the_folder_to_remove(tmp_path):
+    model, optimizer = trained()
+    step = tmp_path / "steps" / "pretrain-12345678"
+    uri = save(step / "out" / "checkpoints", model, optimizer)
+    (step / "done.json").write_text("{}")
+    Path(uri, ".metadata").unlink()
+    advice = rf"; remove the finished step's folder \(rm -r {step}\) and run its workflow again$"
+    for folder in (step, step / "out"):
+        with pytest.raises(checkpoint.CheckpointError, match=rf"damaged checkpoint .*{advice}"):
+            checkpoint.load_model(str(folder))
+    with pytest.raises(checkpoint.CheckpointError, match="damaged checkpoint .*; use another$"):
+        checkpoint.load_model(uri)
+    Path(uri, "COMPLETE").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=rf"no complete checkpoint in it .*{advice}"):
+        checkpoint.load_model(str(step / "out"))
+
+
 def test_another_model_or_tokenizer_is_refused(tmp_path):
     model, optimizer = trained()
     info = checkpoint.read_info(save(tmp_path, model, optimizer))

@@ -1,0 +1,26 @@
+"""How to make again what is damaged or gone: only its step makes a step's output, and only once."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from lt2_platform.storage import S3, Storage
+
+_IN_A_STEP = re.compile(r"(?P<step>.*/steps/[^/]+)(/out(/.*)?)?")
+
+
+def remaking(uri: str, otherwise: str) -> str:
+    """What makes the folder `uri` anew: for (a part of) a step's folder its workflow, for any other `otherwise`."""
+    found = _IN_A_STEP.fullmatch(Storage(uri).root)
+    if found is None:
+        return otherwise
+    step = Storage(found["step"])
+    if step.exists("done.json"):
+        return f"remove the finished step's folder ({_removal(step.root)}) and run its workflow again"
+    return "its step has not finished: run its workflow" if step.exists("spec.json") else otherwise
+
+
+def _removal(folder: str) -> str:
+    command = "aws s3 rm --recursive" if folder.startswith(S3) else "rm -r"
+    return f"{command} {shlex.quote(folder)}"
