@@ -46,6 +46,15 @@ def test_run_status_and_json(tmp_path):
     assert shown.count(" done ") == 3
 
 
+def test_no_step_on_s3_talks_about_keys(s3_root):
+    done = lt2("run", CHAIN, "--storage", s3_root)
+    assert done.returncode == 0
+    storage = Storage(s3_root)
+    logs = [storage.read_bytes(path).decode() for path in storage.glob("steps/*/attempts/1/log")]
+    assert len(logs) == 3
+    assert "credentials" not in done.stderr + "".join(logs)
+
+
 def test_an_export_that_has_no_place_is_one_line(tmp_path):
     (tmp_path / "file").write_text("in the way")
     done = lt2("export", str(tmp_path / "run"), str(tmp_path / "file/model"), "--storage", str(tmp_path))

@@ -194,6 +194,7 @@ def test_the_exit_code_is_the_jobs(client):
     failed = client.run(client.submit("only.code=7", "only.resources.retries=0"))
     assert failed.returncode == 1
     assert "ValueError: asked to fail with 7" in failed.stdout
+    assert "WebSocket" not in failed.stderr
     absent = client.run([*client.submit("only.code=8"), "--python", "/no/such/python"])
     assert absent.returncode == 127
     assert "/no/such/python" in absent.stdout

@@ -237,6 +237,8 @@ def main() -> int:
     """Entry point of the child process."""
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    for talker in ("aiobotocore.credentials", "botocore.credentials"):
+        logging.getLogger(talker).setLevel(logging.WARNING)  # a line about where the keys are, in every log
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     stdin, events = sys.stdin.buffer, os.fdopen(os.dup(1), "w", buffering=1)

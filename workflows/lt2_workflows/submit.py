@@ -23,6 +23,10 @@ ATTEMPT = re.compile(r"(?P<workflow>.+)-attempt(?P<number>\d+)")
 ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 STOPPED_CODE = 143  # as for a process that SIGTERM ended
 LOST_S = 60.0
+# A line for each upload, and one for the end of each log.
+TALKERS = (
+    "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging", "ray.dashboard.modules.job.sdk",
+)  # fmt: skip
 
 
 def connect(address: str) -> JobSubmissionClient:
@@ -35,8 +39,8 @@ def connect(address: str) -> JobSubmissionClient:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    for talker in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
-        logging.getLogger(talker).setLevel(logging.WARNING)  # a line for each upload
+    for talker in TALKERS:
+        logging.getLogger(talker).setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(address)
     except AuthenticationError:
