@@ -46,7 +46,8 @@ def export_checkpoint(
 ) -> list[Check]:
     """Write model to a new folder in the Hugging Face layout and certify it; returns the passed checks.
 
-    tokenizer: an object with save_pretrained, or the path of a tokenizer file or folder, copied as it is.
+    tokenizer: an object with save_pretrained, or the path of a tokenizer file or folder; a tokenizer.json alone is told
+    to begin texts with bos_id (`name_special_tokens`), all else is copied as it is.
     dtype: convert weights first (decays stay fp32); None keeps each parameter's own. device: where certification runs.
 
     Raises:
@@ -64,6 +65,7 @@ def export_checkpoint(
         write_model(model, staged, bos_id=bos_id, eos_id=eos_id, max_shard_size=max_shard_size)
         if tokenizer is not None:
             write_tokenizer(tokenizer, staged)
+            name_special_tokens(staged, bos_id=bos_id, eos_id=eos_id)
         checks = certify(model, load_wrapped(staged), lengths=lengths, device=device)
         failed = [check for check in checks if not check.passed]
         if failed:
@@ -133,6 +135,30 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
                 f"tokenizer file {file.name} would overwrite the model's; give only the tokenizer's files"
             )
         shutil.copy(file, folder / file.name)
+
+
+def name_special_tokens(folder: Path, *, bos_id: int | None, eos_id: int | None) -> None:
+    """Have `AutoTokenizer` begin every text with BOS, as training and `lt2 generate` do, and know BOS and EOS.
+
+    Only for a tokenizer.json that came alone: a tokenizer_config.json says such things itself.
+    """
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if bos_id is None or config.exists() or not file.exists():
+        return
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(file))
+    bos, eos = (None if index is None else tokenizer.id_to_token(index) for index in (bos_id, eos_id))
+    if bos is None:
+        return
+    if tokenizer.encode("a").ids[:1] != [bos_id]:
+        begin = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)])
+        before = tokenizer.post_processor
+        tokenizer.post_processor = begin if before is None else processors.Sequence([before, begin])
+        tokenizer.save(str(file))
+    special = {"bos_token": bos, "eos_token": eos, "pad_token": eos}
+    named = {name: token for name, token in special.items() if token is not None}
+    config.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}, indent=2) + "\n")
 
 
 def describe(folder: Path, checks: Sequence[Check], lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def describe(event: dict[str, Any]) -> str | None:
         return f"{step} done"
     if kind == "skipped":
         drift = f"; made with other code or packages: {', '.join(event['drift'])}" if event["drift"] else ""
-        return f"{step} finished before, skipped{drift}"
+        stale = f"\n{'':<10} {event['stale']}" if event.get("stale") else ""
+        return f"{step} finished before, skipped{drift}{stale}"
     if kind == "waiting":
         return (
             f"{step} is held by {event['holder']}: waiting for it, and taking over if it shows no life "

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_platform.cores import share
-from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
+from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED, StepContext
 from lt2_workflows.cores import side_by_side
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
 from lt2_workflows.inputs import check_inputs
@@ -199,8 +199,11 @@ def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Ou
     if ran:
         driver.tell(step, "done", attempt=done["attempt"], result=done["result"])
         return Outcome("done", done["attempt"], log=log)
-    changed = drift(done["provenance"], provenance())
-    driver.tell(step, "skipped", attempt=done["attempt"], result=done["result"], drift=changed)
+    changed, outdated = drift(done["provenance"], provenance()), STEP_TYPES[step.config.type].outdated
+    stale = ""
+    if outdated is not None and driver.workflow.part_of is None:  # not once for every trial of a sweep
+        stale = outdated(step.config, StepContext(driver.storage, driver.workflow, step, lambda values: None))
+    driver.tell(step, "skipped", attempt=done["attempt"], result=done["result"], drift=changed, stale=stale)
     return Outcome("skipped", done["attempt"], log=log)
 
 

@@ -62,13 +62,14 @@ class StepConfig(Config):
 @dataclass(frozen=True)
 class StepType:
     """The code behind a config: `run` does the work; `check` rejects bad input before anything is written; `describe`
-    says in one line what the step would do and cost.
+    says in one line what the step would do and cost; `outdated` what has changed outside since the step finished.
     """
 
     config: type[StepConfig]
     run: Callable[[Any, Any], dict[str, Any]]
     check: Callable[[Any], None] | None
     describe: Callable[[Any, Any], str] | None
+    outdated: Callable[[Any, Any], str] | None = None
 
 
 STEP_TYPES: dict[str, StepType] = {}
@@ -79,14 +80,16 @@ def step_type(
     *,
     check: Callable[[Any], None] | None = None,
     describe: Callable[[Any, Any], str] | None = None,
+    outdated: Callable[[Any, Any], str] | None = None,
 ):
     """Register the decorated `run(config, context) -> result` (JSON-able) as the code of steps with this config.
 
-    `context` is a StepContext; `check(config)` and `describe(config, context)` are optional.
+    `context` is a StepContext; `check(config)`, `describe(config, context)` and `outdated(config, context)`, which
+    returns "" for no change, are optional.
     """
 
     def register(run: Callable[[Any, Any], dict[str, Any]]):
-        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe)
+        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe, outdated)
         return run
 
     return register
@@ -130,6 +133,8 @@ class Workflow:
         for name in (self.name, *self.configs):
             if not NAME.fullmatch(name):
                 raise ConfigError(f"{name!r} is not a usable name; use lower-case letters, digits, '-' and '_'")
+        if not self.configs:
+            raise ConfigError(f"workflow {self.name} has no steps; give at least one")
         needs = {name: self._needs(name) for name in self.configs}
         try:
             order = list(graphlib.TopologicalSorter(needs).static_order())

@@ -97,7 +97,7 @@ def pretrain(
     with some_ray(None):
         scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu, progress)
         with _followed(storage, progress), _evaluated(spec, evaluation, use_gpu):
-            settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb}
+            settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb, "folder": os.getcwd()}
             threads = _threads(num_workers, cpus_per_worker)
             while (result := _fit(settings, storage, scaling, threads, max_failures)) is None:
                 log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
@@ -159,6 +159,8 @@ def _fit(
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
     """On each worker. Errors that a retry cannot cure are returned: Ray would spend its retries on raised ones."""
+    if os.path.isdir(settings["folder"]):  # Ray starts workers in one of its own; a relative `source` means the user's
+        os.chdir(settings["folder"])
     spec, reader = settings["spec"], ray_batches if settings["data_reader"] == "ray" else None
     notice, sigterm = ray_notice(), ray_sigterm()
     first = ray.train.get_context().get_world_rank() == 0

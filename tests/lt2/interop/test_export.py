@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lt2.config import ConfigError
 from lt2.interop import certificate, export
@@ -153,3 +153,19 @@ def test_rows_too_short_to_decode_are_refused():
     net = model(FULL)
     with pytest.raises(ConfigError, match="exceed 5"):
         certificate.certify(net, LT2ForCausalLM.of(net), lengths=(9, 5))
+
+
+def test_a_tokenizer_of_its_own_begins_texts_as_training_does(tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[UNK]": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    for name in ("once", "twice"):  # what already begins with BOS is left alone
+        source = tmp_path / "tokenizer.json" if name == "once" else tmp_path / "once" / "tokenizer.json"
+        export_checkpoint(model(FULL), tmp_path / name, lengths=LENGTHS, tokenizer=source, bos_id=0, eos_id=1)
+        loaded = AutoTokenizer.from_pretrained(tmp_path / name, local_files_only=True)
+        assert loaded("a b").input_ids == [0, 2, 3]
+        assert (loaded.bos_token, loaded.eos_token, loaded.pad_token) == ("<s>", "</s>", "</s>")
+        assert {"tokenizer.json", "tokenizer_config.json"} <= verify_certificate(tmp_path / name)["files"].keys()

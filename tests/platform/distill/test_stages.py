@@ -175,7 +175,7 @@ def test_single_layer_scores_are_those_of_single_layer_students(trained):
 def test_mistakes_are_named(trained, tmp_path):
     teacher = str(trained / "teacher")
     write_dataset(tmp_path / "data", tokenizer=BYTE)
-    with pytest.raises(ConfigError, match="prepare the data with the teacher's"):
+    with pytest.raises(ConfigError, match="prepare the data with the model's"):
         open_stage(tmp_path, "x", ALIGN, teacher=teacher)
     with pytest.raises(ConfigError, match="has layout 'uniform'; give one that a stage has trained"):
         open_stage(trained, "x", DISTILL, teacher=teacher, student=teacher)

@@ -9,7 +9,8 @@ from lt2.config import ConfigError
 from lt2_platform.data.sources import describe, files_of
 from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
-from lt2_workflows.graph import Workflow, fingerprint
+from lt2_workflows.console import describe as line
+from lt2_workflows.graph import STEP_TYPES, Workflow, fingerprint
 from lt2_workflows.steps.prepare import PrepareStep, check_prepare, describe_prepare
 
 
@@ -52,8 +53,11 @@ def test_a_plan_says_when_the_corpus_of_a_finished_dataset_has_changed(tmp_path,
     (tmp_path / "books/a.txt").write_text("text of A " * 50)
     os.utime(tmp_path / "books/a.txt", (later, later))
     assert describe_prepare(step, context).endswith(
-        f"; THE CORPUS HAS CHANGED since: {tmp_path}/books/a.txt has other content. The dataset is used as it is"
+        f"; THE CORPUS HAS CHANGED since: {tmp_path}/books/a.txt has other content. The dataset and what was made of "
+        "it are used as they are; another name of the corpus or another --storage begins anew"
     )
+    event = {"event": "skipped", "step": "prepare", "drift": [], "stale": STEP_TYPES["prepare"].outdated(step, context)}
+    assert "THE CORPUS HAS CHANGED" in line(event)  # `lt2 run` says it too
     (tmp_path / "books/b.txt").unlink()
     (tmp_path / "books/d.txt").write_text("new")
     assert "a.txt has other content and 2 more. The" in describe_prepare(step, context)

@@ -171,7 +171,10 @@ def evaluate(
     root = Storage(storage)
     place, run = located(root, checkpoint)
     root.check_writable()
-    depths = [int(part) for part in loops.split(",")] if loops else []
+    try:
+        depths = [int(part) for part in loops.split(",")] if loops else []
+    except ValueError:
+        raise config_error(f"--loops {loops}: give whole numbers with commas between, e.g. 1,2,4") from None
     config = harness_config(
         suite,
         pack=pack,
@@ -290,9 +293,10 @@ def evaluation_folder(root: Storage, name: str) -> str:
     if "/" in name:
         return name
     root.check_readable()
-    if not root.exists(f"evals/{name}"):
+    run = name if root.exists(f"evals/{name}") else located(root, name)[1]  # a workflow's name means its run
+    if not root.exists(f"evals/{run}"):
         raise config_error(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
-    return root.join("evals", name)
+    return root.join("evals", run)
 
 
 def config_error(message: str) -> Exception:

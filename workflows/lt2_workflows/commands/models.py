@@ -69,6 +69,8 @@ def export(
         f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at {worst.n_loops} loops, "
         f"{worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
     )
+    if tokenizer["file"] is None:
+        typer.echo("no tokenizer is written: this model's tokens are bytes, which transformers has no file for")
 
 
 def _check_writable(folder: Path) -> None:

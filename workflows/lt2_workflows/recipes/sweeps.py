@@ -135,7 +135,7 @@ def sweep(
     match: bool = False,
     paper: bool = True,
     more: tuple[TaskConfig, ...] = (),
-) -> Workflow:
+):  # without a return annotation: not a recipe
     """`more` are tasks that every trial is evaluated on besides the recipe's."""
     check_size(size)
     small = size == "cpu"

@@ -47,10 +47,11 @@ def check_prepare(config: PrepareStep) -> None:
 def describe_prepare(config: PrepareStep, context: StepContext) -> str:
     how = ", tokenised while training" if config.tokenize == "on_the_fly" else ""
     text = f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}{how}"
-    return text + _corpus_changes(config, context)
+    changes = corpus_changes(config, context)
+    return f"{text}; {changes}" if changes else text
 
 
-def _corpus_changes(config: PrepareStep, context: StepContext) -> str:
+def corpus_changes(config: PrepareStep, context: StepContext) -> str:
     """A finished dataset stays what it is; whoever plans with it should know that its corpus does not."""
     path = f"{context.step.folder}/out/manifest.json"
     if not context.storage.exists(path):
@@ -61,14 +62,22 @@ def _corpus_changes(config: PrepareStep, context: StepContext) -> str:
     except ConfigError:  # the corpus is not here, or no longer: the dataset does not need it
         return ""
     more = f" and {len(changes) - 1:,} more" if len(changes) > 1 else ""
-    return f"; THE CORPUS HAS CHANGED since: {changes[0]}{more}. The dataset is used as it is" if changes else ""
+    if not changes:
+        return ""
+    return (
+        f"THE CORPUS HAS CHANGED since: {changes[0]}{more}. The dataset and what was made of it are used as they are; "
+        "another name of the corpus or another --storage begins anew"
+    )
 
 
-@step_type(PrepareStep, check=check_prepare, describe=describe_prepare)
+@step_type(PrepareStep, check=check_prepare, describe=describe_prepare, outdated=corpus_changes)
 def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
     """Result: the manifest without its file lists."""
     join_ray()
     manifest = prepare(config.inner, context.out)
+    if bad := manifest["quarantine"].get("rows", 0):
+        folder = context.storage.join(context.step.folder, "out/quarantine")
+        context.progress({"message": f"{bad:,} rows could not be used: {folder} says which and why"})
     kept = ("documents", "sequences", "tokens", "unigram_entropy")
     splits = {name: {key: split[key] for key in kept} for name, split in manifest["splits"].items()}
     return {

@@ -114,6 +114,10 @@ class FolderTokenizer:
     def load(cls, folder: str, gguf: str | None) -> FolderTokenizer:
         from transformers import AutoTokenizer
 
+        if not gguf and not any(any(Path(folder).glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")):
+            raise ConfigError(
+                f"{folder} has no tokenizer; the export of a model of bytes has none: evaluate its checkpoint instead"
+            )
         options = {"gguf_file": gguf} if gguf else {}
         return cls(AutoTokenizer.from_pretrained(folder, **options), Path(folder).name)
 
