@@ -1,6 +1,7 @@
 """Pretraining through Ray Train: equal to the same worker on plain gloo ranks, whoever is killed."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,6 +194,15 @@ def test_a_killed_driver_changes_nothing_even_with_another_number_of_workers(tmp
     # Two ranks add in another order than one does, and training amplifies the last bit from step to step.
     after = range(newest + 1, newest + 6)
     assert [resumed[s] for s in after] == pytest.approx([reference[s] for s in after], rel=1e-4)
+
+
+def test_a_relative_source_is_found_from_the_users_folder(tmp_path, local_ray, monkeypatch):
+    write_dataset(tmp_path / "data")
+    shutil.copy(Path(__file__).parents[3] / "examples" / "deltaproduct.py", tmp_path / "mine.py")
+    monkeypatch.chdir(tmp_path)
+    layout = {"type": "uniform", "mixer": {"type": "deltaproduct", "source": "mine.py"}}
+    fields = {"model": {**MODEL, "layout": layout}, "train": train_config(steps=2).model_dump()}
+    assert run(tmp_path, PretrainConfig.model_validate(fields), num_workers=1, max_failures=0)["step"] == 2
 
 
 def test_errors_that_no_retry_cures_are_raised_as_themselves(tmp_path, local_ray):
