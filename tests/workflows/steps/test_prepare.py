@@ -11,6 +11,7 @@ from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import describe as line
 from lt2_workflows.graph import STEP_TYPES, Workflow, fingerprint
+from lt2_workflows.steps import prepare
 from lt2_workflows.steps.prepare import PrepareStep, check_prepare, describe_prepare
 
 
@@ -63,6 +64,18 @@ def test_a_plan_says_when_the_corpus_of_a_finished_dataset_has_changed(tmp_path,
     assert "a.txt has other content and 2 more. The" in describe_prepare(step, context)
     (tmp_path / "books").rename(tmp_path / "elsewhere")
     assert "CHANGED" not in describe_prepare(step, context)  # the dataset does not need it
+
+
+def test_a_finished_dataset_does_not_need_a_corpus_that_is_out_of_reach(tmp_path, monkeypatch):
+    step = PrepareStep(source=f"{tmp_path}/books")
+    context = context_of(step, tmp_path)
+    context.storage.write_json(f"{context.step.folder}/out/manifest.json", {"sources": []})
+
+    def refused(*_):
+        raise PermissionError("Forbidden")
+
+    monkeypatch.setattr(prepare, "changed_since", refused)
+    assert STEP_TYPES["prepare"].outdated(step, context) == ""
 
 
 def test_prepare_checks_every_path_of_a_mixture(tmp_path):

@@ -13,6 +13,7 @@ from lt2_platform.data.source_configs import STDLIB, describe, paths_of
 from lt2_platform.data.sources import changed_since
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.storage import absolute, filesystem
+from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.graph import Ref, StepConfig, step_type
 from lt2_workflows.local_ray import join_ray
@@ -59,7 +60,7 @@ def corpus_changes(config: PrepareStep, context: StepContext) -> str:
     made = context.storage.fs.modified(context.storage.join(path)).timestamp()
     try:
         changes = changed_since(config.parts, context.storage.read_json(path)["sources"], made)
-    except ConfigError:  # the corpus is not here, or no longer: the dataset does not need it
+    except (ConfigError, *STORAGE_ERRORS):  # the corpus is not here, or out of reach: the dataset does not need it
         return ""
     more = f" and {len(changes) - 1:,} more" if len(changes) > 1 else ""
     if not changes:
