@@ -90,11 +90,10 @@ def state_recall(name: str, n_loops: int, until: float, dry_run: bool) -> dict[s
     while (size := recall.current(settings, history)) is not None and (not history or time.time() < until):
         state, entry = recall.practise(settings, model, optimizer, size, state)
         history.append(entry)
-    passed = recall.sizes_passed(settings, history)
     last = history[-1]
     return {
         "steps": state.step,
-        "n_max": max((n for n in settings.stages if (n, n) in passed), default=0),
+        "n_max": recall.n_max(settings, history),
         "at": f"{last['n']} bits, {last['swaps']} swaps",
         "accuracy": last["all"],
     }

@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from typing import Any
 
-from lt2.config import ConfigError
 from lt2_dashboards.records import Records, checked, is_name
 from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.results_parts import read_many
@@ -64,10 +63,7 @@ def read_trials(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
 def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, Any]:
     """One workflow: steps in an order in which each comes after what it needs, edges, events, unreadable files."""
     records = Records(storage)
-    dag = records.read(_dag_path(workflow_id))
-    if dag is None:
-        (line,) = records.lines() or [f"no workflow {workflow_id[:60]!r} in {storage.root}"]
-        raise ConfigError(line)
+    dag = records.required(_dag_path(workflow_id), f"no workflow {workflow_id[:60]!r} in {storage.root}")
     ids = dag.get("ids", {})
     specs = [spec or {} for spec in records.read_all([spec_path(id_) for id_ in ids.values()])]
     states = step_states(records, ids.values(), now)

@@ -53,6 +53,13 @@ class Records:
         """The record at `path`; None if there is none or, then with a line in `skipped`, if it is damaged."""
         return self.read_all([path])[0]
 
+    def required(self, path: str, missing: str) -> dict[str, Any]:
+        """`read`; where there is none, or it is damaged, a ConfigError says `missing` or the damage."""
+        found = self.read(path)
+        if found is None:
+            raise ConfigError(self.skipped.get(path, missing))
+        return found
+
     def read_all(self, paths: list[str]) -> list[dict[str, Any] | None]:
         """`read` of each path, in parallel."""
         return [self._parsed(path, data) for path, data in zip(paths, read_many(self.storage, paths))]

@@ -26,10 +26,7 @@ CLOCK_SKEW_S = 300.0  # beyond which another machine's clock is not thought to b
 def read_step(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
     """One step: settings, every attempt, the result it left, and files that could not be read."""
     records = Records(storage)
-    spec = records.read(spec_path(step_id))
-    if spec is None:
-        (line,) = records.lines() or [f"no step {step_id[:60]!r} in {storage.root}"]
-        raise ConfigError(line)
+    spec = records.required(spec_path(step_id), f"no step {step_id[:60]!r} in {storage.root}")
     done = records.read(_done_path(step_id))
     numbers = _attempts(storage, step_id)[-MAX_ATTEMPTS:]
     attempts = [{"attempt": n, **_attempt(records, step_id, n, now)} for n in reversed(numbers)]

@@ -12,7 +12,7 @@ from lt2.model import build
 from lt2.optim import adamw
 from lt2.training import TrainState
 from lt2_platform.evaluate.config import StateRecallConfig
-from lt2_platform.evaluate.state_recall_programs import current, practise, sizes_passed
+from lt2_platform.evaluate.state_recall_programs import current, n_max, practise
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint
 
@@ -56,9 +56,8 @@ def run_curriculum(
             train={"history": history, "config": json.loads(config.model_dump_json())},
             keep=1,
         )
-    passed = sizes_passed(config, history)
-    n_max = max((n for n in config.stages if (n, n) in passed), default=0)
-    stage = config.stages.index(n_max) + 1 if n_max else 0
-    result = {"n_max": n_max, "stage": stage, "steps": state.step, "history": history}
+    largest = n_max(config, history)
+    stage = config.stages.index(largest) + 1 if largest else 0
+    result = {"n_max": largest, "stage": stage, "steps": state.step, "history": history}
     storage.write_json("result.json", result)
     return result

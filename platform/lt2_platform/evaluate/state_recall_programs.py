@@ -150,5 +150,11 @@ def current(config: StateRecallConfig, history: list[dict[str, Any]]) -> tuple[i
     return left[0] if spent < config.max_steps else None
 
 
+def n_max(config: StateRecallConfig, history: list[dict[str, Any]]) -> int:
+    """The largest stage passed; 0 if not even the first is."""
+    passed = sizes_passed(config, history)
+    return max((n for n in config.stages if (n, n) in passed), default=0)
+
+
 def sizes_passed(config: StateRecallConfig, history: list[dict[str, Any]]) -> set[tuple[int, int]]:
     return {(entry["n"], entry["swaps"]) for entry in history if entry["all"] >= config.threshold}
