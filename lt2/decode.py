@@ -5,13 +5,18 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from lt2.cache import Cache
 from lt2.layers import SwiGLU
 from lt2.mixers.delta import GatedDeltaNet
-from lt2.model import LoopedLM
+from lt2.model import LoopedLM, LoopedOutput
+from lt2.ops.dispatch import announce
 
 
 def merge_projections(model: LoopedLM) -> None:
@@ -33,38 +38,55 @@ def merge_projections(model: LoopedLM) -> None:
             layer.weight.data = rows
 
 
-class GreedyStep:
-    """Feed one token per row, return the most likely next one; (B,) int64 -> (B,) int64.
+@dataclass
+class Recording:
+    """A decode step as a CUDA graph, and the tensors that each replay fills: output.hidden (B, 1, D), logits (B, V)."""
 
-    On CUDA the step is captured once for this cache and replayed, so that N·T small layers are not bound by kernel
-    launches. The cache must not be reallocated meanwhile. A model that halts per token asks the device after each
-    loop whether to go on, so it is never captured.
+    graph: torch.cuda.CUDAGraph
+    output: LoopedOutput
+    logits: Tensor
+
+
+class DecodeStep:
+    """Feed one token per row, get the logits of the next: (B,) int64 -> (B, V), overwritten by the next call.
+
+    On CUDA the step is recorded once for this cache and replayed, so that N·T small layers are not bound by kernel
+    launches. The cache must not be reallocated meanwhile. Not recorded are a model that halts per token, which asks
+    the device after each loop whether to go on, and a mixer that synchronises with it. Hooks of the model see every
+    decoded token, a replayed one too, and none of the rehearsal's.
     """
 
-    def __init__(self, model: LoopedLM, cache: Cache, *, n_loops: int | None = None):
+    def __init__(self, model: LoopedLM, cache: Cache, *, n_loops: int | None = None, record: bool = True):
         self.model, self.cache, self.n_loops = model, cache, n_loops
-        self.graph: torch.cuda.CUDAGraph | None = None
         self.token = torch.zeros_like(cache.lengths)
-        self.next = torch.zeros_like(cache.lengths)
+        self.wanted = record and self.token.is_cuda and model.config.halting is None
+        self.recording: Recording | None = None
 
     def __call__(self, token: Tensor) -> Tensor:
         self.token.copy_(token)
-        if self.token.is_cuda and self.graph is None and self.model.config.halting is None:
-            self.capture()
-        if self.graph is None:
-            self.run()
-            return self.next.clone()
-        if self.cache.used >= self.cache.max_len:
-            raise ValueError(f"cache of {self.cache.max_len} tokens is full; allocate a longer one")
-        self.graph.replay()
-        self.cache.used += 1
-        return self.next.clone()
+        if self.wanted and self.recording is None:
+            self.recording = self.capture()
+        if self.recording is None:
+            return self.run(self.model)[1]
+        view = copy.copy(self.model)  # shares its hooks; one kept here would be a cycle that holds on to the cache
+        view.forward = self.replay  # pyright: ignore[reportAttributeAccessIssue]
+        view(self.token[:, None], cache=self.cache, n_loops=self.n_loops)
+        return self.recording.logits
 
-    def run(self) -> None:
-        hidden = self.model(self.token[:, None], cache=self.cache, n_loops=self.n_loops).hidden
-        self.next.copy_(self.model.logits(hidden[:, 0]).argmax(-1))
+    def run(self, forward: Callable[..., LoopedOutput]) -> tuple[LoopedOutput, Tensor]:
+        output = forward(self.token[:, None], cache=self.cache, n_loops=self.n_loops)
+        return output, self.model.logits(output.hidden[:, 0])
 
-    def capture(self) -> None:
+    def replay(self, input_ids: Tensor, *, cache: Cache, n_loops: int | None) -> LoopedOutput:
+        """Stands in for the model's forward, so that hooks see what they would have seen without a graph."""
+        if cache.used >= cache.max_len:
+            raise ValueError(f"cache of {cache.max_len} tokens is full; allocate a longer one")
+        assert self.recording is not None
+        self.recording.graph.replay()
+        cache.used += input_ids.shape[1]
+        return self.recording.output
+
+    def capture(self) -> Recording | None:
         """Warm up and record, then put the cache back as it was: capture must not count as a decoded token.
 
         Tensors with a slot per token need no copy (nothing reads beyond a row's length), so capture takes no second
@@ -82,14 +104,34 @@ class GreedyStep:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.run()
-                restore()
+            self.run(self.model.forward)  # kernels compile and tune themselves here
+            restore()
+            refusal = self.synchronises()
+            restore()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.run()
+        if refusal:
+            announce("decode step", "cuda", "launched kernel by kernel", refusal)
+            self.wanted = False
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, logits = self.run(self.model.forward)
         restore()
+        return Recording(graph, output, logits)
+
+    def synchronises(self) -> str:
+        """Why a step cannot be recorded: what torch says of the first wait for the device in it; "" without any."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.run(self.model.forward)
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            return str(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        return ""
 
     def overwritten(self) -> list[tuple[Tensor, Tensor]]:
         """The cache tensors whose valid contents a step changes, each with a copy."""

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from lt2.config import ConfigError
+from lt2.decode import DecodeStep
 from lt2.model import LoopedLM
+from lt2.voting import drawn_models, mean_probability
 
 Stop = Callable[[list[int]], bool]
 """Whether a continuation so far is complete."""
+
+WORTH_RECORDING = 16
+"""New tokens from which a CUDA graph pays: recording one costs about four steps launched kernel by kernel."""
 
 
 @torch.inference_mode()
@@ -34,7 +39,8 @@ def generate(
     """Continue each prompt; returns the new tokens only, up to and including eos_id.
 
     temperature 0 is greedy. A continuation ends early where `stop`, asked after every new token, is true. Prompts of
-    different lengths are right-padded and masked, so a continuation does not depend on what else is in the batch.
+    different lengths are right-padded and masked, so a continuation does not depend on what else is in the batch. A
+    model of random layout is asked once per vote, each draw with its own cache; their mean probability decides.
 
     Raises:
         ConfigError: an empty prompt, a token outside the vocabulary, or sampling settings out of range.
@@ -42,24 +48,39 @@ def generate(
     check_request(model.config.vocab_size, prompts, max_new_tokens, temperature, top_k, top_p)
     if max_new_tokens == 0 or not prompts:
         return [[] for _ in prompts]
-    device = model.embed.weight.device
-    input_ids, lengths = right_padded(prompts, device)
-    generators = [torch.Generator(device).manual_seed(seed + row) for row in range(len(prompts))]
-    cache = model.init_cache(len(prompts), input_ids.shape[1] + max_new_tokens, n_loops=n_loops)
-    hidden = model(input_ids, lengths=lengths, cache=cache, n_loops=n_loops).hidden
-    last = hidden[torch.arange(len(prompts), device=device), lengths - 1]  # (B, D)
+    generators = [torch.Generator(model.embed.weight.device).manual_seed(seed + row) for row in range(len(prompts))]
+    draws = [prefill(draw, prompts, max_new_tokens, n_loops) for draw in drawn_models(model)]
+    scores = vote([logits for logits, _ in draws])  # (B, V)
     new: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
-    for _ in range(max_new_tokens):
-        token = sample(model.logits(last).float(), temperature, top_k, top_p, generators)  # (B,)
+    while True:
+        token = sample(scores, temperature, top_k, top_p, generators)  # (B,)
         for row, value in enumerate(token.tolist()):
             if not done[row]:
                 new[row].append(value)
-                done[row] = value == eos_id or (stop is not None and stop(new[row]))
-        if all(done) or len(new[done.index(False)]) == max_new_tokens:
-            break
-        last = model(token[:, None], cache=cache, n_loops=n_loops).hidden[:, 0]
-    return new
+                stopped = stop is not None and stop(new[row])
+                done[row] = stopped or value == eos_id or len(new[row]) == max_new_tokens
+        if all(done):
+            return new
+        scores = vote([step(token) for _, step in draws])
+
+
+def prefill(
+    model: LoopedLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, n_loops: int | None
+) -> tuple[Tensor, DecodeStep]:
+    """Logits (B, V) after each prompt, and what decodes the tokens that follow."""
+    input_ids, lengths = right_padded(prompts, model.embed.weight.device)
+    cache = model.init_cache(len(prompts), input_ids.shape[1] + max_new_tokens, n_loops=n_loops)
+    hidden = model(input_ids, lengths=lengths, cache=cache, n_loops=n_loops).hidden
+    last = hidden[torch.arange(len(prompts), device=lengths.device), lengths - 1]  # (B, D)
+    return model.logits(last), DecodeStep(model, cache, n_loops=n_loops, record=max_new_tokens >= WORTH_RECORDING)
+
+
+def vote(logits: Sequence[Tensor]) -> Tensor:
+    """Scores (B, V) to choose from, of each draw's logits (B, V): one's own, or the log of the mean probability."""
+    if len(logits) == 1:
+        return logits[0].float()
+    return mean_probability(torch.stack([each.float().log_softmax(-1) for each in logits]))
 
 
 def right_padded(rows: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from lt2.config import ConfigError, RandomLayout
-from lt2.generate import Stop, check_request, right_padded
 from lt2.layout import draw_layers, layout
 from lt2.model import LoopedLM
 
@@ -53,45 +52,6 @@ def majority_choice(loglikelihoods: Tensor) -> int:
 def mean_probability(logprobs: Tensor) -> Tensor:
     """log of the mean over draws of each token's probability; (K, ...) -> (...)."""
     return torch.logsumexp(logprobs, 0) - math.log(logprobs.shape[0])
-
-
-@torch.inference_mode()
-def voted_continuations(
-    model: LoopedLM,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    eos_id: int | None = None,
-    stop: Stop | None = None,
-) -> list[list[int]]:
-    """Greedy continuations by the mean of the draws' probabilities; otherwise as `lt2.generate.generate`.
-
-    Every draw reads the same tokens into a cache of its own.
-    """
-    check_request(model.config.vocab_size, prompts, max_new_tokens, 0.0, None, None)
-    if max_new_tokens == 0 or not prompts:
-        return [[] for _ in prompts]
-    input_ids, lengths = right_padded(prompts, model.embed.weight.device)
-    draws = drawn_models(model)
-    caches = [draw.init_cache(len(prompts), input_ids.shape[1] + max_new_tokens) for draw in draws]
-    rows = torch.arange(len(prompts), device=lengths.device)
-    last = [
-        draw(input_ids, lengths=lengths, cache=cache).hidden[rows, lengths - 1] for draw, cache in zip(draws, caches)
-    ]
-    new: list[list[int]] = [[] for _ in prompts]
-    done = [False] * len(prompts)
-    for _ in range(max_new_tokens):
-        logprobs = torch.stack([model.logits(state).float().log_softmax(-1) for state in last])  # (K, B, V)
-        token = mean_probability(logprobs).argmax(-1)
-        for row, value in enumerate(token.tolist()):
-            if not done[row]:
-                new[row].append(value)
-                done[row] = value == eos_id or (stop is not None and stop(new[row]))
-        if all(done):
-            break
-        if len(new[done.index(False)]) < max_new_tokens:
-            last = [draw(token[:, None], cache=cache).hidden[:, 0] for draw, cache in zip(draws, caches)]
-    return new
 
 
 @torch.no_grad()

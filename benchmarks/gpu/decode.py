@@ -18,7 +18,7 @@ from benchmarks.gpu.device import copy_bandwidth, device, median_seconds, quiet,
 from benchmarks.gpu.models import model_config
 from lt2.accounting import cache_table
 from lt2.config import ModelConfig
-from lt2.decode import GreedyStep, merge_projections
+from lt2.decode import DecodeStep, merge_projections
 from lt2.model import LoopedLM
 from lt2.parallel import wrap_blocks
 from lt2.timing import random_model
@@ -107,7 +107,7 @@ def over_contexts(
     else:
         return
     cache.rewind(fits[0])
-    step = GreedyStep(model, cache)
+    step = DecodeStep(model, cache)
     token = torch.zeros_like(cache.lengths)
     begin = time.perf_counter()
     step(token)
@@ -117,7 +117,7 @@ def over_contexts(
         def decode(context: int = context) -> None:
             cache.rewind(context)
             for _ in range(steps):
-                step(token)
+                step(token).argmax(-1)
 
         with quiet():
             elapsed = median_seconds(decode, warmups=1, repeats=3) / steps

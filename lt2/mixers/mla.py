@@ -14,6 +14,7 @@ from lt2.cache import LayerCache
 from lt2.config import Dims
 from lt2.layers import RMSNorm
 from lt2.mixer_configs import MLAConfig
+from lt2.ops import dispatch
 from lt2.ops.attention import causal_attention
 from lt2.sequence import SequenceInfo, rotate
 
@@ -88,8 +89,7 @@ class LatentAttention(nn.Module):
         up = self.kv_up.weight.to(q.dtype).view(H, E + V, C)
         q = torch.cat([torch.einsum("blhe,hec->blhc", q, up[:, :E]), q_rope], dim=-1)
         scale = (E + self.rope_dim) ** -0.5
-        if not q.is_cuda:  # reading the longest row is free on CPU, a synchronisation on CUDA
-            cached = cached[:, : int(seq.positions.max()) + 1]
+        cached = cached[:, : dispatch.furthest(seq.positions + 1, cached.shape[1])]
         index = torch.arange(cached.shape[1], device=q.device)
         visible = (index <= seq.positions[..., None])[:, None]  # (B, 1, L, M)
         keys = cached[:, None]

@@ -53,9 +53,8 @@ def attention_decode(
         from lt2.ops.decode_kernel import split_attention_decode
 
         return split_attention_decode(q, k_cache, v_cache, lengths, scale)
-    if not q.is_cuda:  # reading the longest length is free on CPU, a synchronisation on CUDA
-        longest = int(lengths.max())
-        k_cache, v_cache = k_cache[:, :longest], v_cache[:, :longest]
+    longest = dispatch.furthest(lengths, k_cache.shape[1])
+    k_cache, v_cache = k_cache[:, :longest], v_cache[:, :longest]
     batch, _, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     grouped = q.view(batch, kv_heads, heads // kv_heads, dim)  # the query heads of one KV head act as its queries

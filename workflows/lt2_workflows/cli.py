@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, sweeps
+from lt2_workflows.commands.generate import generate
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -202,37 +203,7 @@ def results(storage: StorageOption = None, json_: JsonOption = False) -> None:
     typer.echo(table(shown, ["run", "step", "metric", "value", "config"]))
 
 
-@app.command()
-def generate(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
-    text: Annotated[str, typer.Argument(help="The prompt.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    seed: int = 0,
-    storage: StorageOption = None,
-) -> None:
-    """Continue a text with a trained model."""
-    from lt2.generate import generate as continue_tokens
-    from lt2_platform.data.tokenize import encode, load_tokenizer
-    from lt2_platform.train.checkpoint import load_model
-
-    model, _, info = load_model(models.find_checkpoint(_storage(storage), checkpoint))
-    tokenizer = load_tokenizer(info["file"] or "byte")
-    (tokens,) = continue_tokens(
-        model,
-        [encode(tokenizer, text)],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_id=tokenizer.eos_id,
-        seed=seed,
-    )
-    typer.echo(text + tokenizer.decode(tokens))
-
-
+app.command()(generate)
 app.command("check-mixer")(models.check_mixer)
 app.command()(models.export)
 app.command()(models.checkpoints)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lt2.ops import outline
+from lt2.ops import dispatch, outline
 from lt2.ops.sparse import bags
 from lt2.ops.sparse.ranking import top_positions
 
@@ -47,8 +47,7 @@ def select_keys(q: Tensor, k: Tensor, w: Tensor, first: Tensor, last: Tensor, *,
     found = torch.empty_like(keys, dtype=torch.bool)
     index = torch.arange(k.shape[1], device=q.device)
     for rows in _pieces(q, B * (J + 2) * k.shape[1]):
-        # Reading how far a piece sees is free on CPU, a synchronisation on CUDA.
-        end = k.shape[1] if q.is_cuda or outline.planned() else max(K, int(last[:, rows].max()) + 1)
+        end = max(K, dispatch.furthest(last[:, rows] + 1, k.shape[1]))
         scores = index_scores(q[:, rows], k[:, :end], w[:, rows])
         candidates = (index[:end] >= first[:, rows, None]) & (index[:end] <= last[:, rows, None])
         keys[:, rows], found[:, rows] = top_positions(scores, candidates, K)

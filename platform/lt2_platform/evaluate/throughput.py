@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lt2.accounting import forward_flops, parameters
-from lt2.decode import GreedyStep, merge_projections
+from lt2.decode import DecodeStep, merge_projections
 from lt2.model import LoopedLM
 from lt2.timing import repeat_seconds
 from lt2_platform.evaluate.config import ThroughputConfig
@@ -68,13 +68,13 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
     with phase("prefill"):
         prefill_times = repeat_seconds(prefill, device, warmups=config.warmups, repeats=config.repeats)
         token = prefill()
-    step = GreedyStep(model, cache)
+    step = DecodeStep(model, cache)
 
     def decode() -> None:
         cache.rewind(config.context + 1)
         current = token
         for _ in range(config.decode_steps):
-            current = step(current)
+            current = step(current).argmax(-1)
 
     with phase("decode"):
         step(token)
@@ -96,7 +96,7 @@ def measure(model: LoopedLM, config: ThroughputConfig, *, seed: int = 0) -> dict
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
-        "cuda_graphs": step.graph is not None,
+        "cuda_graphs": step.recording is not None,
     }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lt2.config import ConfigError
 from lt2.generate import Stop, generate, right_padded
 from lt2.model import LoopedLM
-from lt2.voting import drawn_models, mean_probability, voted_continuations
+from lt2.voting import drawn_models, mean_probability
 from lt2_platform.evaluate.tasks import Spent
 
 LOGIT_ROWS = 512  # positions whose logits exist at once
@@ -77,9 +77,8 @@ class LoopedScorer:
 
     @torch.inference_mode()
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Stop) -> Scored:
-        decode = generate if len(self.draws) == 1 else voted_continuations
         with Spent(self.model) as spent:
-            new = decode(self.model, prompts, max_new_tokens=max_new_tokens, eos_id=self.eos_id, stop=stop)
+            new = generate(self.model, prompts, max_new_tokens=max_new_tokens, eos_id=self.eos_id, stop=stop)
         return Scored(new, dict(spent.loops), spent.positions)
 
 
