@@ -19,6 +19,7 @@ from benchmarks.gpu.models import model_config
 from lt2.accounting import cache_table
 from lt2.config import ModelConfig
 from lt2.decode import DecodeStep, merge_projections
+from lt2.generate import generate
 from lt2.model import LoopedLM
 from lt2.parallel import wrap_blocks
 from lt2.timing import random_model
@@ -46,7 +47,8 @@ def bytes_per_step(model: LoopedLM, batch: int, context: int) -> float:
     return weights + batch * caches
 
 
-# (model, batch, what inductor is asked for): first what the paper's ratios need, last what may be faster.
+# (model, batch, what inductor is asked for; None leaves it out, as `generate` does): first what the paper's ratios
+# need, last what may be faster.
 PLAIN: dict[str, Any] = {}
 TUNED = {"coordinate_descent_tuning": True}  # also turns products with one row into reductions that fuse
 CASES = [
@@ -57,6 +59,7 @@ CASES = [
     ("gdn", 1, PLAIN),
     ("full", 1, PLAIN),
     ("gdn+dsa", 8, PLAIN),
+    ("full+gdn", 8, None),
     ("full+gdn", 1, TUNED),
     ("gdn", 1, TUNED),
     ("gdn", 1, {**TUNED, "combo_kernels": True}),
@@ -73,15 +76,23 @@ def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[
     for name, batch, options in CASES:
         if only is not None and name not in only:
             continue
-        row = {"part": "decode", "model": name, "batch": batch, "inductor": "+".join(options) or "default"}
+        inductor = "none" if options is None else "+".join(options) or "default"
+        row = {"part": "decode", "model": name, "batch": batch, "inductor": inductor}
         if late(0.8):
             yield {**row, "skipped": "time"}
             continue
         torch._dynamo.reset()
-        with torch._inductor.config.patch(**options):
-            model = inference_model(model_config(name, size, n_layers=n_layers), compile=not dry_run)
+        with torch._inductor.config.patch(**(options or {})):
+            compiled = options is not None and not dry_run
+            model = inference_model(model_config(name, size, n_layers=n_layers), compile=compiled)
             for context, measured in over_contexts(model, batch, contexts, limit, steps):
                 yield {**row, "context": context, **measured}
+            if options is None:
+                yield {
+                    **row,
+                    "context": contexts[0],
+                    "generate_tokens_per_s": generated(model, batch, contexts[0], steps),
+                }
         del model
         empty()
 
@@ -89,6 +100,15 @@ def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[
 def empty() -> None:
     if device().type == "cuda":
         torch.cuda.empty_cache()
+
+
+def generated(model: LoopedLM, batch: int, context: int, steps: int) -> float:
+    """New tokens per second of `generate`, the prompts' reading and the recording of its step included."""
+    prompts = torch.randint(model.config.vocab_size, (batch, context)).tolist()
+    new_tokens = 8 * steps
+    with quiet():
+        seconds = median_seconds(lambda: generate(model, prompts, max_new_tokens=new_tokens), warmups=1, repeats=1)
+    return batch * new_tokens / seconds
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.gpu.device import device
 from benchmarks.gpu.training import KERNELS, compile_kernels, compile_peer
 from lt2.config import ModelConfig, mixer_types
+from lt2.decode import DecodeStep
 from lt2.model import LoopedLM, build
 
 # fp32 runs on tf32 tensor cores inside the Triton kernels; a loop of two and a head pass errors on.
@@ -74,6 +75,16 @@ def decoded(model: LoopedLM, ids: Tensor, n_prefill: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+@torch.no_grad()
+def replayed(model: LoopedLM, ids: Tensor, n_prefill: int) -> tuple[Tensor, bool]:
+    """Logits of the same steps through `DecodeStep`, and whether it could record them."""
+    cache = model.init_cache(len(ids), ids.shape[1])
+    model(ids[:, :n_prefill], cache=cache)
+    step = DecodeStep(model, cache)
+    logits = [step(ids[:, t]).clone() for t in range(n_prefill, ids.shape[1])]
+    return torch.stack(logits, dim=1), step.recording is not None
+
+
 def check(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model = build(tiny_model(mixer), seed=1, device=device())
@@ -94,6 +105,9 @@ def check(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, Any]]:
             rows.append((case, what, relative(ours[what], ref[what]), limit))
     full = oracle(ids).hidden.detach()
     rows.append(("decode", "forward", relative(decoded(model, ids, length - 16), full), LIMITS[name]))
+    logits, recorded = replayed(model, ids, length - 16)
+    case = "decode, replayed" if recorded else "decode, not recorded"
+    rows.append((case, "logits", relative(logits, oracle.logits(full[:, -16:]).detach()), LIMITS[name]))
     slack = SELECTING_FACTOR if mixer in SELECTING and dtype == torch.bfloat16 else 1.0
     rows = [(case, what, error, limit * slack) for case, what, error, limit in rows]
     return [
