@@ -1,0 +1,32 @@
+"""A results store, local or on S3, and how tests look into it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lt2_platform.results import ResultsStore
+from lt2_platform.storage import Storage
+
+
+class Clock:
+    """Unix seconds that a test moves by hand."""
+
+    def __init__(self, now: float = 1_000.0):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def local(tmp_path) -> ResultsStore:
+    return ResultsStore(Storage(str(tmp_path / "store")))
+
+
+def values(store: ResultsStore, run_id: str, metric: str) -> dict[int, float]:
+    table = store.metrics(run_id, [metric])
+    return dict(zip(table["step"].to_pylist(), table["value"].to_pylist()))
+
+
+def parts(store: ResultsStore, run_id: str) -> list[str]:
+    return store.storage.list(f"runs/{run_id}/metrics")
