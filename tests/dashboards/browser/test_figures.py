@@ -1,0 +1,115 @@
+"""Figures in a real browser: drawn, parametrised by their address, exported, as tables, beside the paper's."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from .conftest import drawn, option, until
+
+pytestmark = pytest.mark.browser
+
+
+def test_evaluations_beside_the_paper(page, site):
+    page.goto(f"{site.address}/evaluations")
+    drawn(page, 3)
+    ours = page.locator("tr.ours")
+    assert ours.locator("th").all_inner_texts() == ["hybrid-2"]
+    assert page.locator("tr.paper").count() == 12
+    names = [series["name"] for series in option(page)["series"]]
+    assert names == ["paper, other models", "paper, Looped Transformer", "paper, Looped Hybrid (Full+GDN)", "hybrid-2"]
+    page.get_by_role("button", name="0.6B").click()
+    until(page, "document.querySelectorAll('tr.paper').length === 15")
+    assert page.url.endswith("?size=0.6B")
+
+
+def test_sweeps(page, site):
+    page.goto(f"{site.address}/sweeps?metric=validation/perplexity")
+    drawn(page)
+    assert page.locator("tbody tr").count() == 2
+    assert option(page)["parallelAxis"][-1]["name"] == "validation/perplexity"
+
+
+def test_figure_page_exports_and_table(page, site, browser, tmp_path):
+    page.goto(f"{site.address}/figures/curves?runs=full-1&metric=loss")
+    drawn(page)
+    assert page.locator("table.numbers tbody tr").count() == 50
+    page.get_by_role("button", name="step").click()
+    until(page, "document.querySelector('table.numbers tbody td:nth-child(2)').innerText === '50'")
+    assert page.locator("th[aria-sort=descending]").inner_text() == "step ↓"
+    with page.expect_download() as download:
+        page.get_by_role("link", name="CSV").click()
+    with open(download.value.path(), newline="") as file:
+        assert len(list(csv.reader(file))) == 51
+    with page.expect_download() as download:
+        page.get_by_role("link", name="HTML").click()
+    saved = tmp_path / "curves.html"
+    download.value.save_as(saved)
+    alone = browser.new_context(offline=True).new_page()
+    alone.goto(f"file://{saved}")
+    alone.locator("#chart svg path").first.wait_for(state="attached")
+    assert alone.locator("h1").inner_text() == "Training loss (nats per token)"
+    alone.context.close()
+
+
+def test_the_gallery_draws_what_is_in_sight_and_says_what_is_missing(page, site):
+    page.goto(f"{site.address}/figures")
+    until(page, "document.querySelectorAll('.cards > li').length >= 14")
+    until(page, "document.querySelectorAll('.cards figure[data-asked]:not([data-ready])').length === 0")
+    drawn(page, 4)
+    page.get_by_role("link", name="Loop diagnostics").scroll_into_view_if_needed()
+    page.get_by_text("lt2 diagnose RUN").wait_for()
+    page.get_by_role("link", name="State recall", exact=True).click()
+    page.wait_for_url("**/figures/state_recall")
+    page.get_by_text("Nothing of this store is in this figure yet").wait_for()
+    drawn(page)
+    assert option(page)["series"][0]["type"] == "heatmap"
+
+
+def test_a_figures_parameters_are_its_address(page, site):
+    page.goto(f"{site.address}/figures/hybrid")
+    drawn(page)
+    page.get_by_label("by").select_option("pattern")
+    page.wait_for_url("**/figures/hybrid?by=pattern")
+    until(page, "document.querySelector('figure').figure.option().xAxis[0].data[0] === 'bookend'")
+    page.goto(f"{site.address}/figures/cost_vs_length")
+    drawn(page)
+    assert len(option(page)["grid"]) == 2
+    page.get_by_text("Choose runs").click()
+    page.get_by_label("hybrid-2").check()
+    page.wait_for_url("**/figures/cost_vs_length?runs=hybrid-2")
+
+
+def test_a_table_asked_for_before_its_numbers_arrive(page, site):
+    """Pressing Table while a small chart's answer, which has no rows, is on its way."""
+    drawn(page, 5)
+    seen = page.evaluate("""async () => {
+        const { figure } = await import("/static/chart.js");
+        const tile = figure("curves", { small: true });
+        document.body.append(tile.element);
+        const loading = tile.load({ runs: "full-1", metric: "lr" });
+        tile.element.querySelector("button").click();
+        await loading;
+        const arrived = () => tile.element.querySelector("td");
+        for (let wait = 0; wait < 600 && !arrived(); wait++) await new Promise((done) => setTimeout(done, 50));
+        const rows = tile.element.querySelectorAll("tbody tr").length;
+        tile.destroy();
+        tile.element.remove();
+        return rows;
+    }""")
+    assert seen == 50
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_the_note_of_a_small_chart_is_not_clipped(page, site, width):
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(f"{site.address}/runs/gdn-3")
+    drawn(page, 5)
+    until(page, "document.querySelectorAll('.tiles .notes p').length >= 2")
+    hidden = """[...document.querySelectorAll(".tiles > .figure")].filter((tile) => {
+        const notes = tile.querySelector(".notes");
+        const below = notes.getBoundingClientRect().bottom > tile.getBoundingClientRect().bottom;
+        return notes.childElementCount && (below || notes.scrollHeight > notes.clientHeight + 1);
+    }).length"""
+    assert page.evaluate(hidden) == 0

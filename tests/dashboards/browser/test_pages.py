@@ -1,0 +1,144 @@
+"""What holds on every page in a real browser: login, keyboard, narrow windows, lost answers, nothing to show."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lt2_dashboards.auth import LOGIN
+from tests.dashboards.conftest import fill_sweep
+
+from .conftest import Site, drawn, until
+
+pytestmark = pytest.mark.browser
+
+
+def test_strangers_are_told_how_to_enter(browser, site):
+    context = browser.new_context()
+    page = context.new_page()
+    answer = page.goto(site.address)
+    assert answer is not None
+    assert answer.status == 401
+    assert "Open the address that `lt2 dashboard` printed" in page.inner_text("body")
+    context.close()
+
+
+def test_an_answer_that_broke_off_is_not_kept(page, site):
+    """A page left while its answer is read must not leave half of it behind for the next visit's 304."""
+    seen = page.evaluate("""async () => {
+        const { get } = await import("/static/api.js");
+        const real = window.fetch;
+        const answers = [];
+        for (const name of ["AbortError", "TypeError"]) {
+            window.fetch = async (...asked) => {
+                const answer = await real(...asked);
+                const json = () => Promise.reject(Object.assign(new Error(name), { name }));
+                return { status: answer.status, ok: answer.ok, headers: answer.headers, json };
+            };
+            answers.push(await get("/api/runs?broken").then(() => "kept", (error) => error.message));
+        }
+        window.fetch = real;
+        const { body, changed } = await get("/api/runs?broken");
+        return [...answers, changed, "error" in body];
+    }""")
+    assert seen == ["AbortError", "The server's answer broke off.", True, False]
+
+
+def test_a_narrow_window_scrolls_down_only(page, site):
+    """Wide things scroll inside the page, and the bar keeps all it holds on the screen."""
+    storage = site.store.storage
+    fill_sweep(storage, 3, failed=1)
+    storage.write_json("steps/sweep-00000000/done.json", {"attempt": 1, "result": {"text": f"\n{'column  ' * 30}\n"}})
+    page.set_viewport_size({"width": 420, "height": 900})
+    for address, ready in [
+        ("/", "table.runs tbody tr"),
+        ("/runs/hybrid-2", "figure[data-ready]"),
+        ("/compare?runs=full-1,hybrid-2", "table.compare"),
+        ("/workflows", "table.numbers"),
+        ("/workflows/demo-1", ".node"),
+        ("/workflows/swept-1/steps/sweep-00000000", ".report"),
+        ("/evaluations", "figure[data-ready]"),
+        ("/sweeps", "figure[data-ready]"),
+        ("/figures", ".cards figure[data-ready]"),
+        ("/figures/curves?runs=full-1", "figure[data-ready]"),
+        ("/elsewhere", ".notice"),
+    ]:
+        page.goto(site.address + address)
+        page.locator(ready).first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") == 420, address
+        for item in page.locator("#nav a, #help, #theme").all():
+            box = item.bounding_box()
+            assert 0 <= box["x"] <= 420 - box["width"], (address, item.inner_text())
+        if address.startswith("/workflows/swept-1"):
+            assert page.evaluate("getComputedStyle(document.querySelector('.report')).whiteSpace") == "pre"
+    page.goto(site.address)
+    until(page, "document.getElementById('root').innerText")
+    assert page.locator("#root").bounding_box()["y"] < page.locator("#nav").bounding_box()["y"]
+    assert page.locator(".bar").bounding_box()["height"] < 90
+
+
+def test_keyboard(page, site):
+    drawn(page, 5)
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    focused = page.evaluate("document.activeElement.textContent")
+    page.keyboard.press("x")
+    page.wait_for_url(re.compile("sel="))
+    assert focused not in page.url.split("sel=")[1].split(",")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.type") == "search"
+    page.keyboard.press("Escape")
+    page.keyboard.press("t")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("?")
+    page.get_by_role("heading", name="Keyboard").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.keyboard.press("w")
+    page.wait_for_url("**/workflows")
+    page.keyboard.press("g")
+    page.keyboard.press("f")
+    page.wait_for_url("**/figures")
+
+
+def test_a_page_recovers_when_the_storage_comes_back(page, site):
+    answers = iter([503])
+
+    def once(route):
+        status = next(answers, None)
+        if status is None:
+            route.continue_()
+        else:
+            route.fulfill(status=status, json={"error": "s3://x cannot be read just now (refused)"})
+
+    page.route("**/api/runs/hybrid-2", once)
+    page.goto(f"{site.address}/runs/hybrid-2")
+    page.get_by_text("s3://x cannot be read just now (refused)").wait_for()
+    drawn(page, 5)
+    assert page.locator("figure").first.is_visible()
+    assert page.get_by_text("cannot be read just now").count() == 0
+
+
+def test_missing_things_say_so(page, site):
+    for address, text in [
+        ("/runs/nope", "no run 'nope'"),
+        ("/workflows/nope", "no workflow 'nope'"),
+        ("/compare?runs=nope,full-1", "no run 'nope'"),
+        ("/figures/nope", "no figure 'nope'"),
+        ("/elsewhere", "There is no such page"),
+        ("/compare", "Select two or more runs"),
+    ]:
+        page.goto(site.address + address)
+        page.get_by_text(text).first.wait_for()
+
+
+def test_an_empty_store_says_what_to_do(browser, tmp_path):
+    with Site(tmp_path / "store") as site:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{site.address}{LOGIN}?token={site.access.token}")
+        page.get_by_text("lt2 run quickstart").wait_for()
+        page.goto(f"{site.address}/workflows")
+        page.get_by_text("No workflows yet").wait_for()
+        context.close()

@@ -1,0 +1,110 @@
+"""Runs in a real browser: their table, curves, selection in the address, live growth, comparison."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lt2_platform.results_index import compact
+
+from .conftest import drawn, option, until
+
+pytestmark = pytest.mark.browser
+
+
+def rows(page) -> list[str]:
+    return page.locator("table.runs tbody th").all_inner_texts()
+
+
+def test_runs_and_their_curves(page, site):
+    drawn(page, 5)
+    assert rows(page)[0] == "live-4"
+    assert page.locator("tr", has_text="stalled-5").locator(".status").inner_text() == "stalled"
+    assert page.inner_text("#root") == site.store.storage.root
+    names = {series["name"] for series in option(page)["series"]}
+    assert names == {"live-4", "stalled-5", "gdn-3", "hybrid-2", "full-1"}
+    header = page.locator("table.runs thead").inner_text()
+    assert "lr" in header
+    assert "ratio" in header
+    assert "dim" not in header  # the same in every run
+    assert page.locator("img").count() == 0  # the HTML in the settings stayed text
+
+
+def test_selection_filter_and_sort_live_in_the_address(page, site):
+    drawn(page, 5)
+    page.get_by_label("Draw full-1").uncheck()
+    page.wait_for_url("**/?sel=live-4,stalled-5,gdn-3,hybrid-2")
+    until(page, "document.querySelector('figure').figure.option().series.length === 4")
+    page.get_by_label("Filter runs").fill("lr>1.5e-3")
+    page.wait_for_url(re.compile("q=lr"))
+    until(page, "document.querySelectorAll('table.runs tbody tr').length === 1")
+    page.get_by_role("button", name="loss", exact=True).click()
+    page.wait_for_url(re.compile("sort="))
+    copied = page.url
+    page.goto(f"{site.address}/workflows")
+    page.goto(copied)
+    until(page, "document.querySelectorAll('table.runs tbody tr').length === 1")
+    assert page.get_by_label("Filter runs").input_value() == "lr>1.5e-3"
+
+
+def test_a_filter_that_matches_nothing_and_one_that_makes_no_sense(page, site):
+    page.goto(f"{site.address}/?q=nothing")
+    page.get_by_role("button", name="Clear the filter").click()
+    until(page, "document.querySelectorAll('table.runs tbody tr').length === 5")
+    page.goto(f"{site.address}/?q=foo%3D1")
+    page.get_by_text("no setting or metric is called 'foo'").wait_for()
+
+
+def test_a_live_run_grows_on_the_page(page, site):
+    page.goto(f"{site.address}/runs/live-4")
+    drawn(page, 5)
+    before = len(option(page)["series"][0]["data"])
+    info = site.store.run("live-4")
+    writer = site.store.create_run("live-4", {"config": info.config})
+    writer.log(info.step + 1, {"loss": 0.125})
+    writer.flush()
+    until(page, f"document.querySelector('figure').figure.option().series[0].data.length > {before}")
+    assert option(page)["series"][0]["data"][-1] == [info.step + 1, 0.125]
+    until(page, "document.querySelector('.facts').innerText.includes('0.125')")
+    compact(site.store.storage)
+    for _ in range(2):  # the second poll began after the compaction
+        with page.expect_response(lambda answer: "/api/runs/live-4" in answer.url):
+            pass
+    assert option(page)["series"][0]["data"][-1] == [info.step + 1, 0.125]
+
+
+def test_a_new_run_appears(page, site):
+    drawn(page, 5)
+    with site.store.create_run("newcomer", {"config": {"train": {"lr": 1}}}) as writer:
+        writer.log(1, {"loss": 3.0})
+    until(page, "document.querySelector('table.runs tbody th').innerText === 'newcomer'")
+    site.store.storage.delete("results/journal/newcomer.json")
+
+
+def test_a_cut_axis_links_to_the_whole_curve(page, site):
+    with site.store.create_run("steep", {"config": {}}) as writer:
+        for step in range(200):
+            writer.log(step, {"loss": 100.0 if step < 3 else 2 + step / 1000})
+    for address in ("/?sel=steep", "/runs/steep", "/figures/curves?runs=steep"):
+        page.goto(site.address + address)
+        page.locator("figure", has_text="above the axis").get_by_role("link", name="Show it").click()
+        page.wait_for_url(re.compile("/figures/curves.*full=1"))
+        until(page, "document.querySelector('.figure.beside').figure.option().yAxis[0].max == null")
+        assert page.locator(".figure.beside .notes").inner_text() == ""
+        assert page.get_by_label("full", exact=True).is_checked()
+    site.store.storage.delete("results/journal/steep.json")
+
+
+def test_compare_from_the_table(page, site):
+    page.goto(f"{site.address}/?sel=full-1,hybrid-2")
+    page.get_by_role("link", name="Compare 2").click()
+    page.wait_for_url("**/compare?runs=full-1,hybrid-2")
+    table = page.locator("table.compare")
+    table.wait_for()
+    assert table.locator("tr", has_text="model.layout.ratio").locator("td").all_inner_texts() == ["not set", "1:4"]
+    best = table.locator("tr", has_text="validation/perplexity").locator(".best")
+    assert best.inner_text().startswith("10")
+    drawn(page, 3)
+    page.get_by_label("Take hybrid-2 out").click()
+    page.get_by_text("Select two or more runs").wait_for()
