@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = [ROOT, ROOT / "platform", ROOT / "workflows", ROOT / "dashboards"]
+
+# Ranks are forked from a process that has done these imports and nothing else; by itself each would take seconds.
+_FRESH = multiprocessing.get_context("forkserver")
+_FRESH.set_forkserver_preload(["lt2.parallel", "lt2_platform.train.worker"])
 
 
 def run_ranks(function: Callable, world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -25,34 +30,41 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout_s: float 
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.pickle")
         job.write_bytes(pickle.dumps((function.__module__, function.__qualname__, args)))
-        processes = [_start(rank, world_size, folder) for rank in range(world_size)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world_size)}
+        processes = [
+            _FRESH.Process(target=_rank, args=(folder, environment | {"RANK": str(rank)})) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
         try:
-            outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+            for process in processes:
+                process.join(deadline - time.monotonic())
+            late = [rank for rank, process in enumerate(processes) if process.is_alive()]
         finally:
             for process in processes:
                 process.kill()
-        failed = [f"rank {r}:\n{outputs[r]}" for r, process in enumerate(processes) if process.returncode]
-        assert not failed, "\n".join(failed)
+                process.join()
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+        titles = {rank: f"rank {rank}" + (f", ended after {timeout_s} s" if rank in late else "") for rank in failed}
+        outputs = [f"{titles[rank]}:\n{Path(folder, f'output-{rank}').read_text()}" for rank in failed]
+        assert not failed, "\n".join(outputs)
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _start(rank: int, world_size: int, folder: str) -> subprocess.Popen:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-    }
-    return subprocess.Popen(
-        [sys.executable, __file__, folder],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-    )  # fmt: skip
+def _rank(folder: str, environment: dict[str, str]) -> None:
+    output = os.open(Path(folder, f"output-{environment['RANK']}"), os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
 
-
-def _main(folder: str) -> None:
+    import torch
     import torch.distributed as dist
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     module, name, args = pickle.loads(Path(folder, "job.pickle").read_bytes())
     # A file, not a port: nothing else on the machine can take it between choosing and binding.
     store = dist.FileStore(str(Path(folder, "rendezvous")), world_size)
@@ -65,7 +77,3 @@ def _main(folder: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
