@@ -57,6 +57,11 @@ def refusal(root: str, what: str, error: BaseException) -> ConfigError:
     return ConfigError(f"storage root {root} cannot be {what} ({reason(error, root)}); {_advice(error)}")
 
 
+def out_of_reach(uri: str, error: BaseException) -> str:
+    """The same of an input: its place, why it cannot be read, and what to set or do."""
+    return f"{uri} cannot be read ({reason(error, uri)}); {_advice(error, 'give another path')}"
+
+
 def reason(error: BaseException, root: str = "") -> str:
     """Why, in the fewest words that tell it."""
     bucket = root.removeprefix("s3://").partition("/")[0]
@@ -74,18 +79,18 @@ def reason(error: BaseException, root: str = "") -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _advice(error: BaseException) -> str:
+def _advice(error: BaseException, choose: str = CHOOSE) -> str:
     if isinstance(error, NoCredentialsError):
         return f"set {_KEYS}"
     if _code(error) == "NoSuchBucket":
-        return f"create it, or {CHOOSE}"
+        return f"create it, or {choose}"
     if isinstance(error, ParamValidationError):
         return "give s3://bucket/prefix"
     if _code(error) is not None and isinstance(error, PermissionError):
-        return f"check {_KEYS} and what they may do with the bucket, or {CHOOSE}"
+        return f"check {_KEYS} and what they may do with the bucket, or {choose}"
     if isinstance(error, BotoCoreError):
-        return f"check AWS_ENDPOINT_URL and that its server answers, or {CHOOSE}"
-    return CHOOSE
+        return f"check AWS_ENDPOINT_URL and that its server answers, or {choose}"
+    return choose
 
 
 def _root(error: BaseException) -> str | None:

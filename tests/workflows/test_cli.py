@@ -181,10 +181,10 @@ def test_an_unwritable_root_is_refused_before_anything_happens(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("prepare.tokenizer=bite", "lt2: unknown tokenizer 'bite'; use byte, or a path"),
-        ("prepare.tokenizer=/no/such.json", "lt2: tokenizer file /no/such.json does not exist"),
-        ("prepare.source=/no/such/corpus", "lt2: prepare.source /no/such/corpus does not exist"),
-        ("prepare.source=/no/such/*.txt", "lt2: prepare.source /no/such/*.txt does not exist"),
+        ("prepare.tokenizer=bite", "lt2: prepare.tokenizer: unknown tokenizer 'bite'; use byte, or a path"),
+        ("prepare.tokenizer=/no/such.json", "lt2: prepare.tokenizer: tokenizer file /no/such.json does not exist"),
+        ("prepare.source=/no/such/corpus", "lt2: prepare.source: source /no/such/corpus does not exist"),
+        ("prepare.source=/no/such/*.txt", "lt2: prepare.source: source /no/such/*.txt matches no file"),
         (
             "pretrain.model.n_loop=2",
             "lt2: quickstart: pretrain.model.n_loop: unknown key 'n_loop'; did you mean 'n_loops'?",

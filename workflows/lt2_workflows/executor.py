@@ -85,7 +85,8 @@ def run(
     """Bring the workflow (or its step `only`, whose inputs must be finished) to its end; the outcome of each step.
 
     `say` is called, from several threads, with {"step", "event", …} for everything that happens. Bad input that can be
-    seen beforehand, an unusable root included, raises ConfigError before anything is written. KeyboardInterrupt
+    seen beforehand, an unusable root and missing inputs of any step included, raises ConfigError before anything is
+    written. KeyboardInterrupt
     (SIGTERM as well, see the CLI) stops the running attempts, releases their leases and is raised again.
     """
     storage.check_readable(new=True)

@@ -15,7 +15,7 @@ import graphlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -60,16 +60,29 @@ class StepConfig(Config):
 
 
 @dataclass(frozen=True)
+class Place:
+    """A file or folder outside the workflow that a config names: which of its fields, where, and how to see what is
+    wrong with it. `look(uri)` raises ConfigError or a storage's error; it is cheap, and called in any thread.
+    """
+
+    field: str
+    uri: str
+    look: Callable[[str], object]
+
+
+@dataclass(frozen=True)
 class StepType:
-    """The code behind a config: `run` does the work; `check` rejects bad input before anything is written; `describe`
-    says in one line what the step would do and cost; `outdated` what has changed outside since the step finished.
+    """The code behind a config: `run` does the work; `check` rejects bad input before anything is written; `places`
+    gives what it reads from outside the workflow; `describe` says in one line what the step would do and cost;
+    `outdated` what has changed outside since the step finished.
     """
 
     config: type[StepConfig]
     run: Callable[[Any, Any], dict[str, Any]]
-    check: Callable[[Any], None] | None
-    describe: Callable[[Any, Any], str] | None
+    check: Callable[[Any], None] | None = None
+    describe: Callable[[Any, Any], str] | None = None
     outdated: Callable[[Any, Any], str] | None = None
+    places: Callable[[Any, Any], Iterable[Place]] | None = None
 
 
 STEP_TYPES: dict[str, StepType] = {}
@@ -81,15 +94,16 @@ def step_type(
     check: Callable[[Any], None] | None = None,
     describe: Callable[[Any, Any], str] | None = None,
     outdated: Callable[[Any, Any], str] | None = None,
+    places: Callable[[Any, Any], Iterable[Place]] | None = None,
 ):
     """Register the decorated `run(config, context) -> result` (JSON-able) as the code of steps with this config.
 
-    `context` is a StepContext; `check(config)`, `describe(config, context)` and `outdated(config, context)`, which
-    returns "" for no change, are optional.
+    `context` is a StepContext; `check(config)`, `describe(config, context)`, `outdated(config, context)`, which returns
+    "" for no change, and `places(config, context)` are optional. Fields that hold a reference or a path need no places.
     """
 
     def register(run: Callable[[Any, Any], dict[str, Any]]):
-        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe, outdated)
+        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe, outdated, places)
         return run
 
     return register

@@ -1,12 +1,20 @@
-"""Is what finished steps made still there? Their records say that they are done, whatever became of their files."""
+"""Are the inputs of steps there? What finished steps made, and what configs name outside the workflow.
+
+A typo in the last step's path must not show after the first steps' hours.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, get_args
 
 from lt2.config import ConfigError
-from lt2_workflows.graph import Step, Workflow
+from lt2_workflows.attempt import StepContext
+from lt2_workflows.graph import STEP_TYPES, Place, Ref, Step, StepConfig, Workflow
 from lt2_workflows.records import read_done
 
 if TYPE_CHECKING:
@@ -17,7 +25,43 @@ LAST_WRITTEN = {"dataset": "manifest.json", "teacher_topk": "topk.json", "checkp
 
 
 def check_inputs(workflow: Workflow, storage: Storage, pending: Iterable[Step]) -> None:
-    """Raise ConfigError when a step of `pending` needs the output of a finished one and that is gone."""
+    """Raise ConfigError, with a line for each, when inputs that the steps of `pending` need are not there."""
+    if found := problems(workflow, storage, pending):
+        raise ConfigError("\n".join(found))
+
+
+def problems(workflow: Workflow, storage: Storage, pending: Iterable[Step], *, elsewhere: bool = False) -> list[str]:
+    """What is wrong with the inputs of the steps of `pending`, as seen from here: "step.field: what and what to do".
+
+    elsewhere: they will run on other machines, in a folder of their own.
+    """
+    pending = list(pending)
+    named: dict[tuple[str, Callable[[str], object]], list[str]] = {}
+    for step in pending:
+        context = StepContext(storage, workflow, step, lambda values: None)
+        for place in places_of(step.config, context):
+            named.setdefault((place.uri, place.look), []).append(f"{step.name}.{place.field}")
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda each: _problem(*each, elsewhere=elsewhere), named))
+    found = zip(named.values(), texts, strict=True)
+    lines = [f"{', '.join(dict.fromkeys(fields))}: {text}" for fields, text in found if text]
+    return list(dict.fromkeys([*_gone(workflow, storage, pending), *lines]))
+
+
+def places_of(config: StepConfig, context: StepContext) -> Iterator[Place]:
+    """Everything outside the workflow that a step reads: paths where references may stand, and what its type adds."""
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        for kind in get_args(field.annotation) if isinstance(value, str) else ():
+            if inspect.isclass(kind) and issubclass(kind, Ref) and kind.accepts in LOOKS:
+                yield Place(name, value, LOOKS[kind.accepts])
+    more = STEP_TYPES[config.type].places
+    if more is not None:
+        yield from more(config, context)
+
+
+def _gone(workflow: Workflow, storage: Storage, pending: Iterable[Step]) -> Iterator[str]:
+    """The finished steps that `pending` needs and whose output is gone, whatever their records say."""
     from lt2_platform.remake import remaking
 
     for name in dict.fromkeys(need for step in pending for need in step.needs):
@@ -25,9 +69,7 @@ def check_inputs(workflow: Workflow, storage: Storage, pending: Iterable[Step]) 
         if read_done(storage, step) is None or _is_there(storage, step):
             continue
         out, file = storage.join(step.folder, "out"), LAST_WRITTEN[step.config.produces]
-        raise ConfigError(
-            f"step {name} is done, but its {step.config.produces} is gone (no {file} in {out}); {remaking(out, '')}"
-        )
+        yield f"step {name} is done, but its {step.config.produces} is gone (no {file} in {out}); {remaking(out, '')}"
 
 
 def _is_there(storage: Storage, step: Step) -> bool:
@@ -38,3 +80,54 @@ def _is_there(storage: Storage, step: Step) -> bool:
         return storage.exists(f"{out}/{file}")
     folder = f"{out}/checkpoints"
     return any(storage.exists(f"{folder}/{name}/{file}") for name in reversed(storage.list(folder)))
+
+
+def _problem(uri: str, look: Callable[[str], object], *, elsewhere: bool) -> str | None:
+    from lt2_platform.storage_errors import STORAGE_ERRORS, out_of_reach
+
+    if elsewhere and "://" not in uri and not os.path.isabs(os.path.expanduser(uri)):
+        return f"{uri} is relative, and a job has a folder of its own; give a full path that all nodes reach, or s3://"
+    try:
+        look(uri)
+    except json.JSONDecodeError as error:
+        return f"{uri} is damaged: a file of it is not JSON ({error})"
+    except ConfigError as error:
+        return str(error)
+    except STORAGE_ERRORS as error:
+        return out_of_reach(uri, error)
+    return None
+
+
+def _dataset(uri: str) -> Any:
+    from lt2_platform.data.stream import load_manifest
+
+    return load_manifest(uri)
+
+
+def _checkpoint(uri: str) -> Any:
+    from lt2_platform.train.checkpoint import resolve
+
+    return resolve(uri)
+
+
+def _pack(uri: str) -> Any:
+    from lt2_platform.evaluate.harness.packs import read_manifest
+
+    return read_manifest(uri)
+
+
+def _top_k(uri: str) -> None:
+    from lt2_platform.remake import remaking
+    from lt2_platform.storage import Storage
+
+    if not Storage(uri).exists(LAST_WRITTEN["teacher_topk"]):
+        advice = remaking(uri, "give the output folder of a teacher_topk step")
+        raise ConfigError(f"{uri} holds no finished top-k (no {LAST_WRITTEN['teacher_topk']}); {advice}")
+
+
+LOOKS: dict[str, Callable[[str], object]] = {
+    "dataset": _dataset,
+    "checkpoint": _checkpoint,
+    "pack": _pack,
+    "teacher_topk": _top_k,
+}

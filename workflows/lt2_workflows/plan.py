@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from lt2.config import ConfigError
+from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.graph import STEP_TYPES, StepConfig, Workflow
+from lt2_workflows.inputs import problems
 from lt2_workflows.records import step_state
 
 if TYPE_CHECKING:
@@ -14,11 +18,15 @@ if TYPE_CHECKING:
 
 
 def describe_plan(workflow: Workflow, storage: Storage) -> str:
-    """One line per step in running order: name, run or skip, what it comes after, and its own description."""
+    """One line per step in running order: name, run or skip, what it comes after, and its own description. In the end,
+    inputs that are not there: a plan may be made before them, or on another machine.
+    """
     lines = [f"{workflow.id} in {storage.root}"]
+    states = {name: step_state(storage, step.folder) for name, step in workflow.steps.items()}
+    missing = problems(workflow, storage, [workflow.steps[name] for name in states if states[name]["state"] != "done"])
     width = max(len(name) for name in workflow.steps)
     for name, step in workflow.steps.items():
-        known = step_state(storage, step.folder)
+        known = states[name]
         if known["state"] == "done":
             action = "skip (done)"
         elif known["state"] == "waiting":
@@ -30,7 +38,15 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
         context = StepContext(storage, workflow, step, lambda values: None)
         lines.append(f"  {name:<{width}}  {action:<12} {after}".rstrip() + f"  [{step.id}]")
         if describe is not None:
-            lines.append(f"  {'':<{width}}  {describe(step.config, context)}")
+            try:
+                text = describe(step.config, context)
+            except (ConfigError, *STORAGE_ERRORS) as error:
+                if not missing:
+                    raise
+                text = f"not known: {error}"
+            lines.append(f"  {'':<{width}}  {text}")
+    if missing:
+        lines += ["", f"NOT FOUND from here ({os.getcwd()}); `lt2 run` needs:", *(f"  {line}" for line in missing)]
     return "\n".join(lines)
 
 

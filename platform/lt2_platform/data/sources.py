@@ -22,6 +22,7 @@ PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line aft
 UNIT_BYTES = 2 * 2**20
 MAX_UNITS = 10_000
 SAMPLED = "sampled:"
+MISSING = "source {} does not exist; give a file, a folder, a glob or python-stdlib"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 _FORMATS = {
@@ -114,19 +115,34 @@ def changed_since(parts: Sequence[FileSource], recorded: Sequence[dict[str, Any]
         return [found for found in pool.map(change, sorted({*now, *then})) if found]
 
 
+def look_for(source: str, format: str = "auto", *, by_extension: bool = False) -> None:
+    """Raise ConfigError unless there is something to read in `source`; on S3 only whether anything is there."""
+    location = absolute(source)
+    if not location.startswith(S3):
+        _expand(source, format, by_extension)
+        return
+    fs = filesystem(location)
+    if not (fs.glob(location) if _is_glob(source) else fs.exists(location)):
+        raise ConfigError(MISSING.format(source))
+
+
+def _is_glob(source: str) -> bool:
+    return any(character in source for character in "*?[")
+
+
 def _expand(source: str, format: str, by_extension: bool) -> Iterable[tuple[str, str]]:
     location = absolute(source)
     fs = filesystem(location)
     if fs.isfile(location):
         _format_of(location, format)
         return [(location, location)]
-    if any(character in source for character in "*?["):
+    if _is_glob(source):
         matches = fs.glob(location)
         found = [inner for match in matches for inner in (_inside(fs, match) if fs.isdir(match) else [match])]
     elif fs.isdir(location):
         found = _inside(fs, location)
     else:
-        raise ConfigError(f"source {source} does not exist; give a file, a folder, a glob or python-stdlib")
+        raise ConfigError(MISSING.format(source))
     paths = sorted({(S3 if location.startswith(S3) else "") + path for path in found})
     if not paths:
         raise ConfigError(f"source {source} matches no file; check the path")

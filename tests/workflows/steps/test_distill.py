@@ -11,6 +11,7 @@ from lt2_platform.train import run_folder, trainer, worker
 from lt2_platform.train.checkpoint import load_model
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.graph import STEP_TYPES
+from lt2_workflows.inputs import problems
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.plan import describe_plan
 from lt2_workflows.steps import pretrain
@@ -143,10 +144,16 @@ def test_a_plan_reads_the_ouro_folder_if_it_is_there_and_a_run_needs_it(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(OURO | {"num_hidden_layers": 24}))
     workflow = load_workflow("distill_ouro_14b", [f"teacher.folder={tmp_path}"])
     assert workflow.configs["teacher"].model.dim == 16
-    check = STEP_TYPES["import_ouro"].check
-    check(workflow.configs["teacher"])
-    with pytest.raises(ConfigError, match="teacher folder Ouro-1.4B has no config.json"):
-        check(load_workflow("distill_ouro_14b").configs["teacher"])
+    storage = Storage(str(tmp_path / "storage"))
+
+    def missing(workflow):
+        return problems(workflow, storage, [workflow.steps["teacher"]])
+
+    (line,) = missing(workflow)
+    assert line.startswith(f"teacher.folder: tokenizer file {tmp_path}/tokenizer.json does not exist")
+    assert missing(load_workflow("distill_ouro_14b", [f"teacher.folder={tmp_path}", "teacher.tokenizer=byte"])) == []
+    (line,) = missing(load_workflow("distill_ouro_14b"))
+    assert line.startswith("teacher.folder: teacher folder Ouro-1.4B has no config.json")
 
 
 def in_this_process(config, *, num_workers, sources, data, out, run_id, storage_root, info, **_):

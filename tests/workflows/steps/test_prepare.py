@@ -11,8 +11,9 @@ from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import describe as line
 from lt2_workflows.graph import STEP_TYPES, Workflow, fingerprint
+from lt2_workflows.inputs import places_of
 from lt2_workflows.steps import prepare
-from lt2_workflows.steps.prepare import PrepareStep, check_prepare, describe_prepare
+from lt2_workflows.steps.prepare import PrepareStep, describe_prepare
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,11 @@ def test_a_finished_dataset_does_not_need_a_corpus_that_is_out_of_reach(tmp_path
     assert STEP_TYPES["prepare"].outdated(step, context) == ""
 
 
+def look_at(step, root):
+    for place in places_of(step, context_of(step, root)):
+        place.look(place.uri)
+
+
 def test_prepare_checks_every_path_of_a_mixture(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     shares = [
@@ -86,9 +92,9 @@ def test_prepare_checks_every_path_of_a_mixture(tmp_path):
         {"weight": 2, "source": {"type": "dclm", "path": f"{tmp_path}/nope"}},
     ]
     step = PrepareStep.model_validate({"source": {"type": "mixture", "sources": shares[:2]}})
-    check_prepare(step)
+    look_at(step, tmp_path)
     assert describe_prepare(step, context_of(step, tmp_path)).startswith(
         f"50% {tmp_path}/a.txt + 50% python-stdlib -> byte tokens"
     )
-    with pytest.raises(ConfigError, match=rf"^prepare\.source {tmp_path}/nope does not exist; give a file, folder"):
-        check_prepare(PrepareStep.model_validate({"source": {"type": "mixture", "sources": shares}}))
+    with pytest.raises(ConfigError, match=rf"^source {tmp_path}/nope does not exist; give a file, a folder"):
+        look_at(PrepareStep.model_validate({"source": {"type": "mixture", "sources": shares}}), tmp_path)

@@ -99,11 +99,30 @@ def _submit(workflow: Workflow, address: str, root: str, python: str, no_follow:
 
     client = jobs.connect(address)
     job = jobs.submit(client, workflow, root, python)
+    _warn_of_inputs(workflow, root)
     if no_follow:
         typer.echo(job)
         return
     typer.echo(f"{job} on {address}, results in {root}", err=True)
     _follow(client, job, address)
+
+
+def _warn_of_inputs(workflow: Workflow, root: str) -> None:
+    """Not an error: the cluster may reach what this machine does not, and the job looks again before it begins."""
+    from lt2.config import ConfigError
+    from lt2_platform.storage import Storage
+    from lt2_workflows.inputs import problems
+    from lt2_workflows.records import step_state
+
+    storage = Storage(root)
+    try:
+        storage.check_readable(new=True)
+    except ConfigError as error:
+        typer.echo(f"lt2: inputs of steps were not looked for: {error}", err=True)
+        return
+    pending = [step for step in workflow.steps.values() if step_state(storage, step.folder)["state"] != "done"]
+    for line in problems(workflow, storage, pending, elsewhere=True):
+        typer.echo(f"lt2: not found from here, the job needs it: {line}", err=True)
 
 
 def _follow(client: JobSubmissionClient, job: str, address: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lt2_platform.evaluate.config import AnyTask, PerplexityConfig, ThroughputConfig
+from lt2.config import ConfigError
+from lt2_platform.evaluate.config import AnyTask, HarnessConfig, PerplexityConfig, ThroughputConfig
 from lt2_workflows.attempt import StepContext
-from lt2_workflows.graph import Ref, StepConfig, step_type
+from lt2_workflows.graph import Place, Ref, StepConfig, step_type
 from lt2_workflows.local_ray import join_ray
 from lt2_workflows.provenance import run_of_outside
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, PackRef
@@ -30,7 +33,28 @@ class EvaluateStep(StepConfig):
     pack: PackRef | str | None = None
 
 
-@step_type(EvaluateStep)
+def evaluate_places(config: EvaluateStep, context: StepContext) -> Iterator[Place]:
+    """The packs of tasks that lm-eval scores, each with the names it is asked for."""
+    from lt2_platform.evaluate.harness.suites import suite_tasks
+
+    for index, task in enumerate(config.tasks):
+        if not isinstance(task, HarnessConfig):
+            continue
+        pack = task.pack or config.pack or ""
+        if not isinstance(pack, Ref):
+            look = partial(_look_for_tasks, names=suite_tasks(task.suite, task.tasks))
+            yield Place(f"tasks.{index}.pack" if task.pack else "pack", pack, look)
+
+
+def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
+    from lt2_platform.evaluate.harness.packs import require
+
+    if not pack:
+        raise ConfigError(f"there is no pack to take {', '.join(names)} from; give one (`lt2 pack build`)")
+    require(pack, names)
+
+
+@step_type(EvaluateStep, places=evaluate_places)
 def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     """Result: {"rows": as of lt2_platform.evaluate.tasks.run_tasks}; they also go to the run in the results store."""
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint

@@ -5,17 +5,18 @@ Importing this module imports neither torch nor Ray.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from lt2.config import ConfigError
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.source_configs import STDLIB, describe, paths_of
-from lt2_platform.data.sources import changed_since
+from lt2_platform.data.sources import changed_since, look_for
 from lt2_platform.data.tokenize import load_tokenizer
-from lt2_platform.storage import absolute, filesystem
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.attempt import StepContext
-from lt2_workflows.graph import Ref, StepConfig, step_type
+from lt2_workflows.graph import Place, Ref, StepConfig, step_type
 from lt2_workflows.local_ray import join_ray
 from lt2_workflows.steps.refs import DatasetRef
 
@@ -32,17 +33,13 @@ class PrepareStep(StepConfig, PrepareConfig):
         return PrepareConfig.model_validate({name: getattr(self, name) for name in PrepareConfig.model_fields})
 
 
-def check_prepare(config: PrepareStep) -> None:
-    """Raise ConfigError for a tokenizer or source that is not there."""
-    load_tokenizer(config.tokenizer)
-    for source in paths_of(config.source):
-        if source == STDLIB:
-            continue
-        location = absolute(source)
-        fs = filesystem(location)
-        found = fs.glob(location) if any(character in source for character in "*?[") else fs.exists(location)
-        if not found:
-            raise ConfigError(f"prepare.source {source} does not exist; give a file, folder, glob or {STDLIB}")
+def prepare_places(config: PrepareStep, context: StepContext) -> Iterator[Place]:
+    """The tokenizer's file, and every path of the source."""
+    if config.tokenizer != "byte":
+        yield Place("tokenizer", config.tokenizer, load_tokenizer)
+    for part in config.parts:
+        look = partial(look_for, format=part.format, by_extension=part.by_extension)
+        yield from (Place("source", path, look) for path in paths_of(part) if path != STDLIB)
 
 
 def describe_prepare(config: PrepareStep, context: StepContext) -> str:
@@ -71,7 +68,7 @@ def corpus_changes(config: PrepareStep, context: StepContext) -> str:
     )
 
 
-@step_type(PrepareStep, check=check_prepare, describe=describe_prepare, outdated=corpus_changes)
+@step_type(PrepareStep, describe=describe_prepare, outdated=corpus_changes, places=prepare_places)
 def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
     """Result: the manifest without its file lists."""
     join_ray()

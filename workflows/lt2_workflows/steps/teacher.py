@@ -6,15 +6,17 @@ Importing this module imports neither torch nor Ray.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from lt2.config import ConfigError, ModelConfig
+from lt2_platform.data.tokenize import load_tokenizer
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount
-from lt2_workflows.graph import Resources, StepConfig, step_type
+from lt2_workflows.graph import Place, Resources, StepConfig, step_type
 from lt2_workflows.local_ray import join_ray
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
@@ -41,10 +43,19 @@ class ImportOuroStep(StepConfig):
         return config_from_ouro(json.loads(file.read_text())) if file.is_file() else self.expected
 
 
-def check_import_ouro(config: ImportOuroStep) -> None:
-    """Raise ConfigError when there is no model in the folder."""
-    if not Path(config.folder, "config.json").is_file():
-        raise ConfigError(f"teacher folder {config.folder} has no config.json; give that of an Ouro checkpoint")
+def _look_for_ouro(folder: str) -> None:
+    if not Path(folder, "config.json").is_file():
+        raise ConfigError(f"teacher folder {folder} has no config.json; give that of an Ouro checkpoint")
+
+
+def ouro_places(config: ImportOuroStep, context: StepContext) -> Iterator[Place]:
+    """The model's folder, and the tokenizer's file in it or elsewhere."""
+    yield Place("folder", config.folder, _look_for_ouro)
+    if config.tokenizer is None:
+        if Path(config.folder, "config.json").is_file():
+            yield Place("folder", str(Path(config.folder, "tokenizer.json")), load_tokenizer)
+    elif config.tokenizer != "byte":
+        yield Place("tokenizer", config.tokenizer, load_tokenizer)
 
 
 def describe_import_ouro(config: ImportOuroStep, context: StepContext) -> str:
@@ -54,7 +65,7 @@ def describe_import_ouro(config: ImportOuroStep, context: StepContext) -> str:
     return f"{config.folder} -> a checkpoint{size} in fp32"
 
 
-@step_type(ImportOuroStep, check=check_import_ouro, describe=describe_import_ouro)
+@step_type(ImportOuroStep, describe=describe_import_ouro, places=ouro_places)
 def run_import_ouro(config: ImportOuroStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "position", "tokens", "loss"}."""
     from lt2_platform.distill.teacher import store_ouro

@@ -19,9 +19,10 @@ from lt2_platform.cores import share
 from lt2_platform.evaluate import ablations
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount, table
-from lt2_workflows.graph import STEP_TYPES, Workflow, step_type
+from lt2_workflows.graph import STEP_TYPES, Place, Workflow, step_type
+from lt2_workflows.inputs import places_of
 from lt2_workflows.local_ray import join_ray
-from lt2_workflows.records import TTL_S, step_state
+from lt2_workflows.records import TTL_S, read_done, step_state
 from lt2_workflows.sweeps.config import SweepStep, Trial, training_step
 
 if TYPE_CHECKING:
@@ -36,11 +37,21 @@ def check_sweep(config: SweepStep) -> None:
     if config.paper is not None:
         ablations.paper_table(config.paper)
     for trial in config.expanded:
-        for step in trial.workflow.configs.values():
-            if (check := STEP_TYPES[step.type].check) is not None:
-                check(step)
         if config.scheduler.type == "asha" and config.scheduler.step not in trial.workflow.configs:
             raise ConfigError(f"scheduler.step: the recipe has no step {config.scheduler.step!r}")
+
+
+def sweep_places(config: SweepStep, context: StepContext) -> Iterator[Place]:
+    """Those of the trials' steps that are not finished; steps that trials share come once."""
+    seen: set[str] = set()
+    for trial in config.expanded:
+        for name, step in trial.workflow.steps.items():
+            if step.fingerprint in seen:
+                continue
+            seen.add(step.fingerprint)
+            places = list(places_of(step.config, replace(context, workflow=trial.workflow, step=step)))
+            if places and read_done(context.storage, step) is None:
+                yield from (replace(place, field=f"{name}.{place.field}") for place in places)
 
 
 def describe_sweep(config: SweepStep, context: StepContext) -> str:
@@ -65,7 +76,7 @@ def _cost(trial: Trial, context: StepContext) -> str:
     return f"{name}: {describe(step.config, replace(context, workflow=trial.workflow, step=step))}"
 
 
-@step_type(SweepStep, check=check_sweep, describe=describe_sweep)
+@step_type(SweepStep, check=check_sweep, describe=describe_sweep, places=sweep_places)
 def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
     """Result: {"text": the table, "trials": number, "failed", "rows": as `ablations.summarize` without metrics}.
 
