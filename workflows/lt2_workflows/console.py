@@ -136,4 +136,5 @@ def _cell(value: Any) -> str:
         return f"{value:,.2f}" if abs(value) >= 1000 else f"{value:.5g}"
     if isinstance(value, dict | list):
         return json.dumps(value)
-    return str(value)
+    first, *more = str(value).splitlines() or [""]
+    return f"{first} …" if more else first

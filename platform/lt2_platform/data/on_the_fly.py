@@ -82,7 +82,7 @@ def _change(file: SourceFile) -> str | None:
     return None if version == file.version else f"{file.name} has other content"
 
 
-def plan(config: PrepareConfig, files: Sequence[SourceFile]) -> Listing:
+def plan(config: PrepareConfig, files: Sequence[SourceFile], bad: Sequence[str] = ()) -> Listing:
     """The listing of a config's files; of each source `validation_fraction` of the units, 1 to 64, are held out.
 
     Raises ConfigError for a source with too few units for that, and as sources.plan_units does.
@@ -90,7 +90,7 @@ def plan(config: PrepareConfig, files: Sequence[SourceFile]) -> Listing:
     units: list[list[LiveUnit]] = [[] for _ in config.parts]
     # Small corpora in smaller units: a batch then has a lane for each, and epochs are shuffled more finely.
     smaller = min(sources.UNIT_BYTES, sum(file.bytes for file in files) // FEWEST_UNITS)
-    for unit in sources.plan_units(files, config.parts, max(sources.PIECE_BYTES, smaller)):
+    for unit in sources.plan_units(files, config.parts, max(sources.PIECE_BYTES, smaller), bad):
         units[files[unit[0].file].source].append(_joined(unit))
     held_out = []
     for source, own in enumerate(units):

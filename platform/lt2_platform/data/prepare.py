@@ -22,7 +22,7 @@ from lt2.config import Config, ConfigError
 from lt2_platform.data import mixture, on_the_fly, sources, units
 from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION, describe_sources, refuse_empty, write_quarantine
 from lt2_platform.data.pack import HASH_SPACE, entropy, forced_threshold, holdout_threshold, spans
-from lt2_platform.data.readers import check_first_rows
+from lt2_platform.data.readers import bad_beginnings
 from lt2_platform.data.source_configs import (
     STDLIB,
     AnySource,
@@ -89,13 +89,15 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
 
     `parallelism` caps the tasks that run at once (default: what the cluster has); it never changes a byte of the
     output. Uses the running Ray, or a local one for the duration. Interrupted, the same call goes on where it
-    stopped; manifest.json is written last. Raises ConfigError for input or settings that cannot work.
+    stopped; manifest.json is written last. Raises ConfigError for input or settings that cannot work, for all bad files
+    at once where that shows without reading them.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     live = config.tokenize == "on_the_fly"
-    files = sources.files_of(config.parts, sampled=live)
-    check_first_rows(files, config.parts)
-    work = [] if live else units.plan(files, config.parts, config.max_documents)
+    files, bad = sources.look_through(config.parts, sampled=live)
+    bad += bad_beginnings(files, config.parts)
+    listing = on_the_fly.plan(config, files, bad) if live else None
+    work = [] if live else units.plan(files, config.parts, config.max_documents, bad)
     storage = Storage(out)
     fingerprint = _fingerprint(config, tokenizer, files)
     if storage.exists(MANIFEST):
@@ -103,8 +105,8 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     storage.check_writable()
     try:
         with some_ray(parallelism):
-            if live:
-                manifest = _build_live(config, tokenizer, files, storage, fingerprint, parallelism)
+            if listing is not None:
+                manifest = _build_live(config, tokenizer, listing, storage, fingerprint, parallelism)
             else:
                 manifest = _build(config, tokenizer, files, work, storage, fingerprint, parallelism)
     except ConfigError:
@@ -154,13 +156,12 @@ def _build(
 def _build_live(
     config: PrepareConfig,
     tokenizer: Tokenizer,
-    files: Sequence[sources.SourceFile],
+    listing: on_the_fly.Listing,
     storage: Storage,
     fingerprint: str,
     parallelism: int | None,
 ) -> dict[str, Any]:
     file = _copy_tokenizer(config.tokenizer, storage)
-    listing = on_the_fly.plan(config, files)
     work = listing.held_out_work()
     job = _job(config, file, storage, fingerprint, HASH_SPACE)  # every document of a held-out unit
     records = _tokenize(work, job, parallelism)
@@ -176,7 +177,7 @@ def _build_live(
     unknown = {"files": [], "sequences": None, "tokens": None, "dropped_tokens": 0, "documents": None}
     splits["train"] = unknown | {"unigram_entropy": splits["validation"]["unigram_entropy"]}
     return _common(config, tokenizer, file, fingerprint) | {
-        "sources": [sources.describe(file, None) for file in files],
+        "sources": [sources.describe(file, None) for file in listing.files],
         "splits": splits,
         "quarantine": write_quarantine(work, records, storage, job),
         on_the_fly.KEY: listing.record(),

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
@@ -13,11 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
+from lt2_platform.data.columns import check_columns, is_text
 from lt2_platform.data.documents import SAMPLE_CHARACTERS, Document, Fault, checked
 from lt2_platform.data.source_configs import FileSource
-from lt2_platform.data.sources import PIECE_BYTES, Slice, SourceFile, check_columns, is_text
+from lt2_platform.data.sources import PIECE_BYTES, Slice, SourceFile
 from lt2_platform.storage import arrow_filesystem
 
+LOOKED_INTO = 64
 MAX_DOCUMENT_BYTES = 256 * 2**20
 LEFT_OUT = Fault("left out by the source's own filter")
 _BOM = b"\xef\xbb\xbf"
@@ -80,13 +83,27 @@ def peek_columns(file: SourceFile) -> list[str]:
     return list(keys)
 
 
-def check_first_rows(files: Sequence[SourceFile], parts: Sequence[FileSource]) -> None:
-    """Raise ConfigError for a source whose first jsonl file lacks a column in all of its first rows."""
-    for index, part in enumerate(parts):
-        first = next((file for file in files if file.source == index and file.format == "jsonl"), None)
-        columns = peek_columns(first) if first else []
-        if first and columns:
-            check_columns(first, part, columns)
+def bad_beginnings(files: Sequence[SourceFile], parts: Sequence[FileSource]) -> list[str]:
+    """What is wrong with jsonl files that cannot be read or lack a column in all of their first rows.
+
+    Only the first LOOKED_INTO of each source are opened: on S3 ten thousand would take long.
+    """
+    chosen = [
+        file
+        for index in range(len(parts))
+        for file in [each for each in files if each.source == index and each.format == "jsonl"][:LOOKED_INTO]
+    ]
+
+    def look(file: SourceFile) -> str | None:
+        try:
+            if columns := peek_columns(file):
+                check_columns(file, parts[file.source], columns)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(16) as pool:
+        return [problem for problem in pool.map(look, chosen) if problem]
 
 
 def _open(file: SourceFile) -> BinaryIO:

@@ -11,12 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from lt2.config import ConfigError
+from lt2_platform.data.bad_files import refuse
+from lt2_platform.data.columns import parquet_metadata
 from lt2_platform.data.source_configs import STDLIB, FileSource
-from lt2_platform.storage import S3, absolute, arrow_filesystem, filesystem
+from lt2_platform.storage import S3, absolute, filesystem
 
 PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line after each 128 KiB (about 32k tokens)
 UNIT_BYTES = 2 * 2**20
@@ -60,11 +59,19 @@ class Slice:
 
 def files_of(parts: Sequence[FileSource], *, sampled: bool = False) -> list[SourceFile]:
     """The files of every source, source by source; raises ConfigError as `find_files` does."""
-    return [
-        replace(file, source=index)
-        for index, part in enumerate(parts)
-        for file in find_files(part.path, part.format, by_extension=part.by_extension, sampled=sampled)
-    ]
+    files, bad = look_through(parts, sampled=sampled)
+    refuse(bad)
+    return files
+
+
+def look_through(parts: Sequence[FileSource], *, sampled: bool = False) -> tuple[list[SourceFile], list[str]]:
+    """The files of every source, source by source, and what is wrong with the paths and files that cannot be used."""
+    files, bad = [], []
+    for index, part in enumerate(parts):
+        found, wrong = _find(part.path, part.format, part.by_extension, sampled)
+        files += [replace(file, source=index) for file in found]
+        bad += wrong
+    return files, bad
 
 
 def find_files(
@@ -74,22 +81,45 @@ def find_files(
 
     `by_extension`: with a given format, leave out of folders and globs what has no extension of that format.
     `sampled`: tell versions of local files by a few of their blocks instead of reading all of them.
-    Raises ConfigError for a missing path, a glob or folder without usable files, an unknown extension.
+    Raises ConfigError for missing paths, globs or folders without usable files, unknown extensions, unreadable files.
     """
-    named = _named(source, format, by_extension)
-    if not named:
+    files, bad = _find(source, format, by_extension, sampled)
+    refuse(bad)
+    return files
+
+
+def _find(
+    source: str | Sequence[str], format: str, by_extension: bool, sampled: bool
+) -> tuple[list[SourceFile], list[str]]:
+    named, bad = _named(source, format, by_extension)
+    if not named and not bad:
         raise ConfigError("no source given; set prepare.source to a file, folder, glob or python-stdlib")
+
+    def inspect(item: tuple[str, str]) -> SourceFile | str:
+        path, name = item
+        try:
+            return _inspect(name, path, format, sampled)
+        except (PermissionError, FileNotFoundError) as error:
+            return f"{name} cannot be read ({error.strerror or _line(error)}); make it readable or remove it"
+
     with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(lambda item: _inspect(item[1], item[0], format, sampled), named.items()))
+        found = list(pool.map(inspect, named.items()))
+    return [each for each in found if isinstance(each, SourceFile)], bad + [x for x in found if isinstance(x, str)]
 
 
-def _named(source: str | Sequence[str], format: str, by_extension: bool) -> dict[str, str]:
-    """path -> name; the first mention wins."""
+def _named(source: str | Sequence[str], format: str, by_extension: bool) -> tuple[dict[str, str], list[str]]:
+    """path -> name, where the first mention wins; and what is wrong with the other paths."""
     named: dict[str, str] = {}
+    bad = []
     for one in [source] if isinstance(source, str) else source:
-        for name, path in _stdlib() if one == STDLIB else _expand(one, format, by_extension):
+        try:
+            found = _stdlib() if one == STDLIB else _expand(one, format, by_extension)
+        except ConfigError as error:
+            bad.append(str(error))
+            continue
+        for name, path in found:
             named.setdefault(path, name)
-    return named
+    return named, bad
 
 
 def changed_since(parts: Sequence[FileSource], recorded: Sequence[dict[str, Any]], time: float) -> list[str]:
@@ -98,7 +128,11 @@ def changed_since(parts: Sequence[FileSource], recorded: Sequence[dict[str, Any]
     Local files are read only if they are younger than that, S3's are asked for their etags.
     Raises ConfigError as `find_files` does.
     """
-    now = {name: path for part in parts for path, name in _named(part.path, part.format, part.by_extension).items()}
+    now: dict[str, str] = {}
+    for part in parts:
+        named, bad = _named(part.path, part.format, part.by_extension)
+        refuse(bad)
+        now |= {name: path for path, name in named.items()}
     then = {record["path"]: record for record in recorded}
 
     def change(name: str) -> str | None:
@@ -224,19 +258,34 @@ def describe(file: SourceFile, documents: int | None) -> dict[str, Any]:
 
 
 def plan_units(
-    files: Sequence[SourceFile], parts: Sequence[FileSource], unit_bytes: int | None = None
+    files: Sequence[SourceFile], parts: Sequence[FileSource], unit_bytes: int | None = None, bad: Sequence[str] = ()
 ) -> list[list[Slice]]:
     """Units of about 2 MiB (more for corpora beyond 20 GB), in source order; a function of the files and `unit_bytes`.
 
-    A unit is of one source. Raises ConfigError for a parquet file that is damaged or lacks a column.
+    A unit is of one source. Raises ConfigError for parquet files that are damaged or lack a column, and for what is
+    known to be `bad` already.
     """
     size = max(unit_bytes or UNIT_BYTES, sum(file.bytes for file in files) // MAX_UNITS)
     size = -(-size // PIECE_BYTES) * PIECE_BYTES
+
+    wrong: dict[int, str] = {}
+
+    def slices(item: tuple[int, SourceFile]) -> list[tuple[Slice, int]]:
+        index, file = item
+        try:
+            return _slices(index, file, size, parts[file.source])
+        except ConfigError as error:
+            wrong[index] = str(error)
+            return []
+
+    with ThreadPoolExecutor(16) as pool:
+        sliced = list(pool.map(slices, enumerate(files)))
+    refuse([*bad, *(wrong[index] for index in sorted(wrong))])
     units: list[list[Slice]] = [[]]
     filled = 0
-    for index, file in enumerate(files):
+    for file, found in zip(files, sliced, strict=True):
         changed = units[-1] and files[units[-1][-1].file].source != file.source
-        for part, weight in _slices(index, file, size, parts[file.source]):
+        for part, weight in found:
             if changed or (filled + weight > size and units[-1]):
                 units.append([])
                 filled, changed = 0, False
@@ -247,51 +296,19 @@ def plan_units(
 
 def _slices(index: int, file: SourceFile, size: int, source: FileSource) -> list[tuple[Slice, int]]:
     if file.format == "parquet":
-        return _row_groups(index, file, size, source)
+        return _row_groups(index, file, source)
     if file.compression or file.bytes <= size:
         return [(Slice(index, 0, None), file.bytes)]  # a compressed stream has no way in but its beginning
     cuts = range(0, file.bytes, size)
     return [(Slice(index, cut, min(cut + size, file.bytes)), min(size, file.bytes - cut)) for cut in cuts]
 
 
-def _row_groups(index: int, file: SourceFile, size: int, source: FileSource) -> list[tuple[Slice, int]]:
-    fs, path = arrow_filesystem(file.path)
-    try:
-        metadata = pq.read_metadata(path, filesystem=fs)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{file.name} is not a readable parquet file ({_line(error)}); replace or remove it"
-        ) from error
-    schema = metadata.schema.to_arrow_schema()
-    check_columns(file, source, schema.names)
-    for column in source.text_columns:
-        kind = schema.field(column).type
-        if not is_text(kind):
-            raise ConfigError(f"column '{column}' of {file.name} is {kind}, not text; {source.fix}")
+def _row_groups(index: int, file: SourceFile, source: FileSource) -> list[tuple[Slice, int]]:
+    metadata = parquet_metadata(file, source)
     return [
         (Slice(index, group, group + 1), metadata.row_group(group).total_byte_size)
         for group in range(metadata.num_row_groups)
     ]
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a parquet column of this type holds text, bytes or nothing but nulls."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return any(
-        test(kind)
-        for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary,
-                     pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_null)
-    )  # fmt: skip
-
-
-def check_columns(file: SourceFile, source: FileSource, present: Sequence[str]) -> None:
-    """Raise ConfigError for a file without a column that its source needs; it lists the columns that are there."""
-    for alternatives in source.columns:
-        if not any(column in present for column in alternatives):
-            wanted = " or ".join(f"'{column}'" for column in alternatives)
-            listed = ", ".join(present) or "none"
-            raise ConfigError(f"{file.name} has no column {wanted} (columns: {listed}); {source.fix}")
 
 
 def _line(error: Exception) -> str:

@@ -89,9 +89,11 @@ class _Tally:
     highest: int | None = None
 
 
-def plan(files: Sequence[SourceFile], parts: Sequence[FileSource], limit: int | None) -> list[Unit]:
-    """The units of all files, as far as they hold the first `limit` documents."""
-    planned = plan_units(files, parts)
+def plan(
+    files: Sequence[SourceFile], parts: Sequence[FileSource], limit: int | None, bad: Sequence[str] = ()
+) -> list[Unit]:
+    """The units of all files, as far as they hold the first `limit` documents. Raises as `sources.plan_units` does."""
+    planned = plan_units(files, parts, bad=bad)
     work = [Unit(index, tuple((files[part.file], part) for part in unit)) for index, unit in enumerate(planned)]
     if limit is None:
         return work

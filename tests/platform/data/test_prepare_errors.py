@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.data import sources
 from lt2_platform.data.prepare import PrepareConfig, prepare
 
 
@@ -109,3 +110,49 @@ def test_a_failure_keeps_what_else_is_in_the_folder(folder, no_ray):
     with pytest.raises(ConfigError, match="no usable row"):
         prepare(PrepareConfig(source=f"{folder}/bad.jsonl", seq_len=7), str(folder / "out"))
     assert os.listdir(folder / "out") == ["mine.txt"]
+
+
+@pytest.mark.parametrize("tokenize", ["ahead", "on_the_fly"])
+def test_all_bad_files_are_named_at_once_before_any_is_tokenised(folder, no_ray, tokenize):
+    (folder / "fine.jsonl").write_text('{"text": "ok"}\n' * 50)
+    (folder / "empty.parquet").touch()
+    (folder / "notes.pdf").touch()
+    pq.write_table(pa.table({"text": [1]}), folder / "numbers.parquet")
+    names = ["fine.jsonl", "nope.txt", "other.jsonl", "empty.parquet", "notes.pdf", "*.nope", "cut.jsonl.gz"]
+    names += ["other.parquet", "numbers.parquet"]
+    config = PrepareConfig(source=tuple(f"{folder}/{name}" for name in names), tokenize=tokenize)
+    with pytest.raises(ConfigError) as error:
+        prepare(config, str(folder / "out"))
+    first, *lines = str(error.value).replace(f"{folder}/", "").split("\n  ")
+    assert first == "8 of the corpus's files and paths cannot be used:"
+    assert [line.partition(";")[0] for line in lines[:4]] == [
+        "source nope.txt does not exist",
+        "cannot tell the format of notes.pdf",
+        "source *.nope matches no file",
+        "other.jsonl has no column 'text' (columns: body, id)",
+    ]
+    assert lines[4].startswith("cannot read cut.jsonl.gz (")
+    assert lines[5].startswith("empty.parquet is not a readable parquet file (")
+    assert lines[6] == "other.parquet has no column 'text' (columns: id, content); set prepare.text_column"
+    assert lines[7] == "column 'text' of numbers.parquet is int64, not text; set prepare.text_column"
+    assert not (folder / "out").exists()
+
+
+def test_many_bad_files_are_counted(tmp_path, no_ray):
+    for index in range(25):
+        (tmp_path / f"{index:02}.parquet").touch()
+    with pytest.raises(ConfigError) as error:
+        prepare(PrepareConfig(source=str(tmp_path)), str(tmp_path / "out"))
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith("25 of")
+    assert len(lines) == 22
+    assert lines[-1] == "  and 5 more"
+
+
+def test_a_file_that_may_not_be_read(folder, no_ray, monkeypatch):
+    def refused(path, *, sampled):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(sources, "version_of", refused)  # tests may run as root, who may read everything
+    with pytest.raises(ConfigError, match=r"good\.txt cannot be read \(Permission denied\); make it readable or"):
+        prepare(PrepareConfig(source=f"{folder}/good.txt"), str(folder / "out"))
