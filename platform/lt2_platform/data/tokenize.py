@@ -77,10 +77,20 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
     Raises ConfigError for anything else, for a missing file and for one that does not parse.
     """
-    return _load("byte" if spec == "byte" else absolute(spec), spec)
+    return _loaded("byte" if spec == "byte" else absolute(spec), spec)
+
+
+def is_as_recorded(spec: str, record: dict[str, Any]) -> bool:
+    """Whether the file is now what `describe` said of it, its name aside. Raises as `load_tokenizer` does."""
+    now = describe(_load(absolute(spec), spec))  # afresh, whatever this process has loaded before
+    return all(now[key] == record[key] for key in now if key != "name")
 
 
 @functools.lru_cache(maxsize=4)  # a worker process reads a tokenizer once, not once per unit
+def _loaded(location: str, spec: str) -> Tokenizer:
+    return _load(location, spec)
+
+
 def _load(location: str, spec: str) -> Tokenizer:
     if location == "byte":
         return ByteTokenizer()

@@ -1,12 +1,16 @@
 """The prepare step: identities that outlast new options, and checks before anything is written."""
 
+import json
 import os
 import time
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from lt2.config import ConfigError
 from lt2_platform.data.sources import describe, files_of
+from lt2_platform.data.tokenize import describe as describe_tokenizer
+from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.storage import Storage
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import describe as line
@@ -45,7 +49,7 @@ def test_a_plan_says_when_the_corpus_of_a_finished_dataset_has_changed(tmp_path,
     step = PrepareStep(source=f"{tmp_path}/books", tokenize=tokenize)
     context = context_of(step, tmp_path)
     files = files_of(step.parts, sampled=tokenize == "on_the_fly")
-    manifest = {"sources": [describe(file, 1) for file in files]}
+    manifest = {"sources": [describe(file, 1) for file in files], "tokenizer": {}}
     assert "CHANGED" not in describe_prepare(step, context)  # nothing is prepared yet
     context.storage.write_json(f"{context.step.folder}/out/manifest.json", manifest)
     assert "CHANGED" not in describe_prepare(step, context)
@@ -56,7 +60,7 @@ def test_a_plan_says_when_the_corpus_of_a_finished_dataset_has_changed(tmp_path,
     os.utime(tmp_path / "books/a.txt", (later, later))
     assert describe_prepare(step, context).endswith(
         f"; THE CORPUS HAS CHANGED since: {tmp_path}/books/a.txt has other content. The dataset and what was made of "
-        "it are used as they are; another name of the corpus or another --storage begins anew"
+        "it are used as they are; another name of what has changed, or another --storage, begins anew"
     )
     event = {"event": "skipped", "step": "prepare", "drift": [], "stale": STEP_TYPES["prepare"].outdated(step, context)}
     assert "THE CORPUS HAS CHANGED" in line(event)  # `lt2 run` says it too
@@ -70,13 +74,48 @@ def test_a_plan_says_when_the_corpus_of_a_finished_dataset_has_changed(tmp_path,
 def test_a_finished_dataset_does_not_need_a_corpus_that_is_out_of_reach(tmp_path, monkeypatch):
     step = PrepareStep(source=f"{tmp_path}/books")
     context = context_of(step, tmp_path)
-    context.storage.write_json(f"{context.step.folder}/out/manifest.json", {"sources": []})
+    context.storage.write_json(f"{context.step.folder}/out/manifest.json", {"sources": [], "tokenizer": {}})
 
     def refused(*_):
         raise PermissionError("Forbidden")
 
     monkeypatch.setattr(prepare, "changed_since", refused)
     assert STEP_TYPES["prepare"].outdated(step, context) == ""
+
+
+def write_tokenizer(path, *words, bos="<s>"):
+    """A word-level tokenizer.json, and the tokenizer_config.json beside it."""
+    ids = {word: index for index, word in enumerate(("[UNK]", "<s>", "<b>", "</s>", *words))}
+    Tokenizer(models.WordLevel(ids, unk_token="[UNK]")).save(str(path))
+    (path.parent / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": "</s>"}))
+
+
+def test_a_tokenizer_changed_in_place_is_told(tmp_path):
+    spec = tmp_path / "tokenizer.json"
+    (tmp_path / "a.txt").write_text("text")
+    step = PrepareStep(source=f"{tmp_path}/a.txt", tokenizer=str(spec))
+    context = context_of(step, tmp_path / "s")
+    write_tokenizer(spec, "one")
+    sources = [describe(file, 1) for file in files_of(step.parts)]
+    manifest = {"sources": sources, "tokenizer": {**describe_tokenizer(load_tokenizer(str(spec))), "file": "t"}}
+    context.storage.write_json(f"{context.step.folder}/out/manifest.json", manifest)
+    outdated = STEP_TYPES["prepare"].outdated
+    assert outdated(step, context) == ""
+    said = f"THE TOKENIZER HAS CHANGED since: {spec} has other content. The dataset and what was made of it are used"
+    for change in ({"words": ("two",)}, {"words": ("one",), "bos": "<b>"}):
+        write_tokenizer(spec, *change.pop("words"), **change)
+        assert outdated(step, context).startswith(said)
+        assert said in describe_prepare(step, context)
+    later = time.time() + 60
+    (tmp_path / "a.txt").write_text("other")
+    os.utime(tmp_path / "a.txt", (later, later))
+    assert outdated(step, context).startswith(
+        f"THE CORPUS HAS CHANGED since: {tmp_path}/a.txt has other content; {said}"
+    )
+    write_tokenizer(spec, "one")
+    assert "TOKENIZER" not in outdated(step, context)
+    spec.unlink()
+    assert "TOKENIZER" not in outdated(step, context)  # the dataset has its own
 
 
 def look_at(step, root):

@@ -5,7 +5,7 @@ Importing this module imports neither torch nor Ray.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.source_configs import STDLIB, describe, paths_of
 from lt2_platform.data.sources import changed_since, look_for
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenize import is_as_recorded, load_tokenizer
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
@@ -45,30 +45,46 @@ def prepare_places(config: PrepareStep, context: StepContext) -> Iterator[Place]
 def describe_prepare(config: PrepareStep, context: StepContext) -> str:
     how = ", tokenised while training" if config.tokenize == "on_the_fly" else ""
     text = f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}{how}"
-    changes = corpus_changes(config, context)
+    changes = input_changes(config, context)
     return f"{text}; {changes}" if changes else text
 
 
-def corpus_changes(config: PrepareStep, context: StepContext) -> str:
-    """A finished dataset stays what it is; whoever plans with it should know that its corpus does not."""
+def input_changes(config: PrepareStep, context: StepContext) -> str:
+    """A finished dataset stays what it is; whoever plans with it should know that its corpus or tokenizer does not."""
     path = f"{context.step.folder}/out/manifest.json"
     if not context.storage.exists(path):
         return ""
     made = context.storage.fs.modified(context.storage.join(path)).timestamp()
-    try:
-        changes = changed_since(config.parts, context.storage.read_json(path)["sources"], made)
-    except (ConfigError, *STORAGE_ERRORS):  # the corpus is not here, or out of reach: the dataset does not need it
-        return ""
-    more = f" and {len(changes) - 1:,} more" if len(changes) > 1 else ""
-    if not changes:
+    manifest = context.storage.read_json(path)
+    found = {
+        "CORPUS": _if_in_reach(lambda: changed_since(config.parts, manifest["sources"], made)),
+        "TOKENIZER": _if_in_reach(lambda: _tokenizer_changes(config.tokenizer, manifest["tokenizer"])),
+    }
+    told = [
+        f"THE {what} HAS CHANGED since: {changes[0]}" + (f" and {len(changes) - 1:,} more" if len(changes) > 1 else "")
+        for what, changes in found.items()
+        if changes
+    ]
+    if not told:
         return ""
     return (
-        f"THE CORPUS HAS CHANGED since: {changes[0]}{more}. The dataset and what was made of it are used as they are; "
-        "another name of the corpus or another --storage begins anew"
+        f"{'; '.join(told)}. The dataset and what was made of it are used as they are; "
+        "another name of what has changed, or another --storage, begins anew"
     )
 
 
-@step_type(PrepareStep, describe=describe_prepare, outdated=corpus_changes, places=prepare_places)
+def _if_in_reach(changes: Callable[[], list[str]]) -> list[str]:
+    try:
+        return changes()
+    except (ConfigError, *STORAGE_ERRORS):  # it is not here, or out of reach: the finished dataset does not need it
+        return []
+
+
+def _tokenizer_changes(spec: str, record: dict[str, Any]) -> list[str]:
+    return [] if spec == "byte" or is_as_recorded(spec, record) else [f"{spec} has other content"]
+
+
+@step_type(PrepareStep, describe=describe_prepare, outdated=input_changes, places=prepare_places)
 def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
     """Result: the manifest without its file lists."""
     join_ray()
