@@ -241,14 +241,6 @@ def test_a_model_with_fewer_embeddings_than_tokens_is_refused(tmp_path, pack):
         run(save(tmp_path / "run", model(vocab_size=200)), pack, tmp_path / "out", tasks=("mine",))
 
 
-def test_an_empty_choice_is_named(tmp_path):
-    rows = [*choices(2), {"query": "C", "choices": ["c", ""], "gold": 0}]
-    place = str(tmp_path / "pack")
-    packs.build(place, write(tmp_path, mine=rows))
-    with pytest.raises(ConfigError, match=r"mine, validation item 2 has an empty choice \['c', ''\]"):
-        run(save(tmp_path / "run", model()), place, tmp_path / "out", tasks=("mine",))
-
-
 def test_configs_name_a_suite_or_tasks():
     for fields in ({}, {"suite": "core", "tasks": ("copa",)}):
         with pytest.raises(ValueError, match="either a suite"):

@@ -3,13 +3,14 @@
 import json
 
 import datasets
+import pyarrow as pa
 import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import ByteTokenizer
-from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness import answers, packs
 from lt2_platform.storage import Storage
-from tests.platform.evaluate.items import arc, choices, copa, write
+from tests.platform.evaluate.items import arc, choices, copa, piqa, write
 
 
 def test_build_read_and_add(tmp_path):
@@ -104,3 +105,68 @@ def test_a_newer_packs_version_is_refused(tmp_path):
     Storage(str(tmp_path)).write_json("manifest.json", {"schema_version": 2, "tasks": {}})
     with pytest.raises(ConfigError, match="schema version 2"):
         packs.read_manifest(str(tmp_path))
+
+
+BAD_ROWS = {
+    "mine": (choices(), {"query": "C", "choices": ["c", ""], "gold": 0}, "a choice of ['c', ''] is empty"),
+    "other": (choices(), {"query": "C", "choices": ["c", "d"], "gold": 2}, "the answer 2 is none of the 2 choices"),
+    "third": (choices(), {"query": "C", "choices": ["c", "d"], "gold": -1}, "the answer -1 is none of the 2 choices"),
+    "none": (choices(), {"query": "C", "choices": [], "gold": 0}, "there is no choice"),
+    "null": (choices(), {"query": "C", "choices": None, "gold": None}, "there is no choice"),
+    "arc_easy": (arc(), arc(1)[0] | {"answerKey": "E"}, "the answer 'E' is none of the 3 choices"),
+    "piqa": (piqa(), piqa(1)[0] | {"label": 2}, "the answer 2 is none of the 2 choices"),
+    "copa": (copa(), copa(1)[0] | {"choice2": ""}, "a choice of ['It was stone.', ''] is empty"),
+}
+
+
+@pytest.mark.parametrize("task", BAD_ROWS)
+def test_an_answer_that_is_no_choice_is_found_when_the_pack_is_made_and_when_it_is_read(tmp_path, task, monkeypatch):
+    rows, bad, reason = BAD_ROWS[task]
+    sources = write(tmp_path / "data", fine=choices(), **{task: [*rows, bad]})
+    pack, said = str(tmp_path / "pack"), f"row {len(rows)}: {reason} (rows count from 0); mend them or leave them out"
+    with pytest.raises(ConfigError) as error:
+        packs.build(pack, sources)
+    assert str(error.value) == f"{task}: {sources[task]}, validation {said}"
+    assert not Storage(pack).exists()
+    with monkeypatch.context() as before:  # a pack from before this was checked
+        before.setattr(packs, "labelled", lambda task, format, tables, source: tables)
+        record = packs.build(pack, sources)["tasks"][task]
+    with pytest.raises(ConfigError) as error:
+        packs.read_split(Storage(pack), task, record, "validation")
+    assert str(error.value) == f"pack {pack}: {task}/validation.parquet {said}"
+    assert packs.verify(pack) == [str(error.value)]
+
+
+def test_many_bad_rows_are_counted():
+    table = pa.Table.from_pylist([{"query": "q", "choices": ["a", "b"], "gold": 3}] * 9)
+    with pytest.raises(ConfigError, match=r"^here row 0: the .*row 4: [^;]*; and 4 more \(rows count from 0\)"):
+        answers.check_rows("mine", "choices", table, "here")
+
+
+def test_splits_whose_answers_are_secret_are_left_out(tmp_path):
+    folder = tmp_path / "piqa"
+    secret = [row | {"label": -1} for row in piqa()]
+    for split, rows in {"validation": piqa(), "test": secret}.items():
+        datasets.Dataset.from_list(rows).save_to_disk(str(folder / split))
+    record = packs.build(str(tmp_path / "pack"), {"piqa": str(folder)})["tasks"]["piqa"]
+    assert (list(record["splits"]), record["left_out"]) == (["validation"], ["test"])
+    with pytest.raises(ConfigError, match="piqa: .* has no answers in test; give a split that has"):
+        packs.build(str(tmp_path / "pack"), {"piqa": str(folder / "test")})
+
+
+def test_answers_of_every_task_are_read_as_its_definition_does():
+    row = {
+        "arc_easy": arc(1)[0],
+        "hellaswag": {"endings": ["a", "b", "c"], "label": "2"},
+        "mmlu": {"choices": ["a", "b", "c", "d"], "answer": 3},
+        "winogrande": {"option1": "a", "option2": "b", "answer": "2"},
+        "social_iqa": {"answerA": "a", "answerB": "b", "answerC": "c", "label": "3"},
+        "openbookqa": {"choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": " B"},
+        "boolq": {"label": 1},
+        "race": {"problems": "[{'options': ['w', 'x', 'y', 'z'], 'answer': 'D'}]"},
+    }
+    found = {task: answers.UPSTREAM[task](one) for task, one in row.items()}
+    assert {task: item[2] for task, item in found.items()} == {
+        "arc_easy": 0, "hellaswag": 2, "mmlu": 3, "winogrande": 1,
+        "social_iqa": 2, "openbookqa": 1, "boolq": 1, "race": 3,
+    }  # fmt: skip

@@ -55,7 +55,8 @@ def pack_build(
     for task in found:
         splits = manifest["tasks"][task]["splits"]
         rows = ", ".join(f"{split} {record['rows']:,}" for split, record in splits.items())
-        typer.echo(f"{task:<20} {rows}")
+        left_out = ", ".join(manifest["tasks"][task].get("left_out", []))
+        typer.echo(f"{task:<20} {rows}" + (f"; left out, for it has no answers: {left_out}" if left_out else ""))
 
 
 TokenizerOption = Annotated[str, typer.Option(help="byte, a tokenizer.json or a *.tiktoken: they are made for one.")]

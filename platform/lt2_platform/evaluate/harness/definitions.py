@@ -59,8 +59,6 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
     data = {part: datasets.Dataset(packs.read_split(storage, name, record, part)) for part in used}
     if record["format"] == "cloze":
         data = {part: cut_cloze(rows, tokenizer) for part, rows in data.items()}
-    if record["format"] == "choices":
-        check_choices(name, config.pack, data)
     if "max_new_tokens" in data[split].column_names:
         settings["generation_kwargs"] = settings["generation_kwargs"] | {
             "max_gen_toks": data[split][0]["max_new_tokens"]
@@ -109,16 +107,6 @@ def examples_of_subject(name: str, task: Any, data: Mapping[str, Any], split: st
         return plain(doc, *args, **options)
 
     task.fewshot_context = fewshot_context
-
-
-def check_choices(name: str, pack: str, data: Mapping[str, Any]) -> None:
-    """lm-eval cannot normalise by the length of nothing, and stops where the first item has such a choice."""
-    for split, rows in data.items():
-        for index, choices in enumerate(rows["choices"]):
-            if not choices or not all(choices):
-                raise ConfigError(
-                    f"pack {pack}: {name}, {split} item {index} has an empty choice {choices}; leave it out"
-                )
 
 
 def cut_cloze(rows: Any, tokenizer: Tokenizer) -> Any:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.harness.answers import check_rows, labelled
 from lt2_platform.evaluate.harness.sources import read_source
 from lt2_platform.evaluate.harness.suites import COLUMNS, UPSTREAM
 from lt2_platform.storage import Storage
@@ -48,7 +49,8 @@ def build(
     tokenizer: recorded for data that is frozen for one tokenizer (needles).
 
     Raises:
-        ConfigError: an unknown task, a source that is not there or of no known layout, or rows of another schema.
+        ConfigError: an unknown task, a source that is not there or of no known layout, rows of another schema, or items
+            whose answer is none of their choices. Splits without any answers are left out, and recorded as that.
     """
     tables = {task: read_source(task, place) for task, place in sources.items()}
     return add(pack, tables, sources, origin=origin, tokenizer=tokenizer)
@@ -63,14 +65,19 @@ def add(
     tokenizer: Tokenizer | None = None,
 ) -> dict[str, Any]:
     """`build` from rows: task -> split -> table; `sources` says where each task's rows come from."""
+    formats = {task: format_of(task, tables) for task, tables in tasks.items()}
+    usable = {task: labelled(task, formats[task], tables, sources[task]) for task, tables in tasks.items()}
     storage = Storage(pack)
     manifest = _read(storage) if storage.exists(MANIFEST) else {"schema_version": SCHEMA_VERSION, "tasks": {}}
     for task, tables in tasks.items():
         record: dict[str, Any] = {"source": sources[task], "revision": origin.revision, "licence": origin.licence}
-        record |= {"format": format_of(task, tables), "lm_eval": version("lm_eval"), "splits": {}}
+        kept = usable[task]
+        record |= {"format": formats[task], "lm_eval": version("lm_eval"), "splits": {}}
+        if without := [split for split in tables if split not in kept]:
+            record["left_out"] = without
         if tokenizer is not None:
             record["tokenizer"] = {"name": tokenizer.name, "sha256": tokenizer.sha256}
-        for split, table in tables.items():
+        for split, table in kept.items():
             sink = io.BytesIO()
             pq.write_table(table, sink)
             path = f"{task}/{split}.parquet"
@@ -98,13 +105,13 @@ def discover(folder: str) -> dict[str, str]:
 
 
 def verify(pack: str) -> list[str]:
-    """What is wrong with a pack's files, [] if nothing."""
+    """What is wrong with a pack's files and their items, [] if nothing."""
     storage = Storage(pack)
     problems = []
     for task, record in _read(storage)["tasks"].items():
         for split in record["splits"]:
             try:
-                checked(storage, task, record, split)
+                read_split(storage, task, record, split)
             except ConfigError as error:
                 problems.append(str(error))
     return problems
@@ -129,10 +136,12 @@ def require(pack: str, tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def read_split(storage: Storage, task: str, record: Mapping[str, Any], split: str) -> pa.Table:
-    """One split's rows. Raises ConfigError if the file is missing or changed."""
+    """One split's rows. Raises ConfigError if the file is missing or changed, or answers are none of the choices."""
     data = pa.BufferReader(checked(storage, task, record, split))
     # Small files: no threads, which now and then outlived a short command and aborted it.
-    return pq.read_table(data, use_threads=False, pre_buffer=False)
+    table = pq.read_table(data, use_threads=False, pre_buffer=False)
+    check_rows(task, record["format"], table, f"pack {storage.root}: {record['splits'][split]['file']}")
+    return table
 
 
 def checked(storage: Storage, task: str, record: Mapping[str, Any], split: str) -> bytes:
