@@ -16,6 +16,7 @@ from lt2_dashboards.figures.cost import PAPER_LAYOUTS, cache_bytes, mixing_flops
 from lt2_dashboards.figures.store import architecture
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page
+from lt2_platform.evaluate import paper_recall
 from lt2_platform.evaluate.harness.suites import SUITES
 from lt2_platform.evaluate.paper import DOWNSTREAM
 from lt2_platform.results import ResultsStore
@@ -267,7 +268,7 @@ def test_recall_and_ruler(source):
     (row,) = ours(found)
     assert row[:3] == ["hybrid-a", "this store", 50.0]
     assert dict(zip(found.columns, row))["NIAH-1 1k"] == 100.0
-    assert set(reference.LONG_CONTEXT_TASKS) == {*SUITES["recall"], *SUITES["needles"]}
+    assert set(paper_recall.TASKS) == {*SUITES["recall"], *SUITES["needles"]}
     paper = next(row for row in found.rows if row[0] == "Looped GDN")
     at = dict(zip(found.columns, paper))
     assert (at["DROP"], at["NIAH-1 4k"], at["NIAH-1 8k"], at["NIAH-2 1k"], at["NIAH-3 4k"], at["NIAH-3 8k"]) == (

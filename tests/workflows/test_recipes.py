@@ -7,6 +7,7 @@ import json
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate.harness.suites import UPSTREAM
 from lt2_platform.storage import Storage
 from lt2_workflows.loading import load_workflow, shipped_recipes
 from lt2_workflows.plan import describe_plan
@@ -65,6 +66,31 @@ def test_the_papers_hyper_parameters():
     assert (train.seed, train.init_seed, train.min_lr_ratio, train.grad_clip) == (777, 42, 1e-6, 1.0)
     assert not train.compile  # DSA's selection breaks graphs
     assert load_workflow("pretrain_06b").configs["pretrain"].train.lr == 1.5e-4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step"),
+    [
+        ("pretrain_06b", "evaluate-tasks"),
+        ("pretrain_13b:gdn", "evaluate-tasks"),
+        ("paper_end_to_end", "evaluate-extend"),
+    ],
+)
+def test_what_is_trained_from_scratch_is_asked_all_columns_of_the_papers_tables(recipe, step):
+    tasks = [task for task in load_workflow(recipe).configs[step].tasks if task.type == "harness"]
+    assert {"core", "recall", "needles"} <= {task.suite for task in tasks}
+    assert {task.pack for task in tasks} == {"packs/paper"}
+    window = {UPSTREAM[name].window for name in ("swde", "fda", "squad_completion")}
+    assert window == {2048}
+
+
+def test_a_plan_says_what_is_asked_and_that_the_pack_is_not_there(tmp_path):
+    plan = describe_plan(load_workflow("pretrain_13b"), Storage(str(tmp_path)))
+    asked, missing = plan.split("NOT FOUND")
+    assert "  perplexity; throughput; diagnostics\n" in asked
+    assert "  core, recall, needles from packs/paper\n" in asked
+    fields = ", ".join(f"evaluate-tasks.tasks.{i}.pack" for i in range(3))
+    assert f"  {fields}: " in missing
 
 
 def test_a_recipes_argument_is_checked():

@@ -43,9 +43,12 @@ def problems(workflow: Workflow, storage: Storage, pending: Iterable[Step], *, e
             named.setdefault((place.uri, place.look), []).append(f"{step.name}.{place.field}")
     with ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(lambda each: _problem(*each, elsewhere=elsewhere), named))
-    found = zip(named.values(), texts, strict=True)
-    lines = [f"{', '.join(dict.fromkeys(fields))}: {text}" for fields, text in found if text]
-    return list(dict.fromkeys([*_gone(workflow, storage, pending), *lines]))
+    fields: dict[str, dict[str, None]] = {}  # by what is wrong with them
+    for names, text in zip(named.values(), texts, strict=True):
+        if text:
+            fields.setdefault(text, {}).update(dict.fromkeys(names))
+    lines = [f"{', '.join(names)}: {text}" for text, names in fields.items()]
+    return [*dict.fromkeys(_gone(workflow, storage, pending)), *lines]
 
 
 def places_of(config: StepConfig, context: StepContext) -> Iterator[Place]:

@@ -56,7 +56,7 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     ]
     notes = [f"Teacher: {named}."] if before else []
     notes.append(
-        "Paper: Figure 6 draws this for the distilled 1.4B model without printing numbers. Chance is not subtracted."
+        "Paper: Figure 10 draws this for the distilled 1.4B model without printing numbers. Chance is not subtracted."
     )
     columns = ["run", "source", "task", "metric", "teacher", "student", "kept (%)"]
     produce = "" if shares and tasks else "lt2 run distill_small"

@@ -6,18 +6,17 @@ import re
 
 from lt2_dashboards.figures.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.figure import Figure
-from lt2_dashboards.figures.paper import LONG_CONTEXT, LONG_CONTEXT_TASKS
 from lt2_dashboards.figures.store import Evaluated, evaluated
 from lt2_dashboards.queries import Source
+from lt2_platform.evaluate.paper_recall import LONG_CONTEXT, METRICS, TASKS
 
-METRICS = ("contains", "acc")  # lm-eval's name for "the answer is in the continuation", then anything else
 _RULER = re.compile(r"(?:ruler_)?(niah_\w+?|vt|cwe|fwe|qa_\w+?|qa|squad_qa|hotpot_qa)_([0-9]{3,7})")
 
 
 def long_context(source: Source, *, runs: list[str] | None = None) -> Figure:
     """Knowledge recall within 2,048 tokens and single needles at 1k to 8k, beside the paper's Table 5 (1.3B)."""
-    labels = list(LONG_CONTEXT_TASKS.values())
-    ours = _ours(evaluated(source.snapshot(), runs), list(LONG_CONTEXT_TASKS), everyone=runs is not None)
+    labels = list(TASKS.values())
+    ours = _ours(evaluated(source.snapshot(), runs), list(TASKS), everyone=runs is not None)
     rows = [[run, "this store", *values] for run, values in ours.items()]
     rows += [[model, "paper", *values] for model, values in LONG_CONTEXT.items()]
     notes = [
@@ -57,7 +56,7 @@ def ruler(source: Source, *, length: int = 4096, runs: list[str] | None = None) 
         ["model", "source", *labels, "average"],
         lambda: [[run, "this store", *values, means[run]] for run, values in ours.items()],
         [
-            "Paper: Figure 7 compares distilled models on these; it prints no numbers, only that they differ most in "
+            "Paper: Figure 11 compares distilled models on these; it prints no numbers, only that they differ most in "
             "multi-key retrieval, which per-loop supervision helps."
         ],
         produce="" if ours else "lt2 eval RUN --pack PACK --suite ruler",

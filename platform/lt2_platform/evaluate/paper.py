@@ -1,11 +1,9 @@
-"""The paper's main table, and ours beside it: text, CSV or LaTeX. Averages are recomputed from the eight columns."""
+"""The paper's main table, and ours beside it. Averages are recomputed from the eight columns."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lt2.config import ConfigError
@@ -109,40 +107,3 @@ def average(scores: Mapping[str, float]) -> float | None:
     values = [scores.get(label) for label in TASK_LABELS]
     numbers = [value for value in values if value is not None]
     return math.fsum(numbers) / len(numbers) if len(numbers) == len(TASK_LABELS) else None
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    sink = io.StringIO()
-    writer = csv.DictWriter(sink, ["model", "source", *COLUMNS, "note"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows([{key: row.get(key) for key in writer.fieldnames} for row in rows])
-    return sink.getvalue()
-
-
-def as_latex(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A tabular for booktabs; the best number of each column is bold."""
-    best = {}
-    for column in COLUMNS:
-        values = [row[column] for row in rows if row.get(column) is not None]
-        best[column] = (min if column == "PPL" else max)(values) if values else None
-    lines = [r"\begin{tabular}{l" + "r" * len(COLUMNS) + "}", r"\toprule"]
-    lines += [" & ".join(["Model", *COLUMNS]) + r" \\", r"\midrule"]
-    ours_begin = next((index for index, row in enumerate(rows) if row["source"] == "ours"), len(rows))
-    for index, row in enumerate(rows):
-        if index == ours_begin:
-            lines.append(r"\midrule")
-        cells = [latex_number(row.get(column), bold=row.get(column) == best[column]) for column in COLUMNS]
-        lines.append(" & ".join([latex_text(row["model"]), *cells]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def latex_number(value: float | None, *, bold: bool) -> str:
-    if value is None:
-        return "---"
-    return rf"\textbf{{{value:.2f}}}" if bold else f"{value:.2f}"
-
-
-def latex_text(text: str) -> str:
-    for character in "&%$#_{}":
-        text = text.replace(character, "\\" + character)
-    return text

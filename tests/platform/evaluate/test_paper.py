@@ -1,8 +1,10 @@
-"""The paper's table: averages recomputed, contradictions said, ours beside it."""
+"""The paper's tables: averages recomputed, contradictions said, ours beside it."""
 
 import pytest
 
-from lt2_platform.evaluate.paper import DOWNSTREAM, TASK_LABELS, as_csv, as_latex, average, compared, scores_of
+from lt2_platform.evaluate import paper_recall
+from lt2_platform.evaluate.paper import COLUMNS, DOWNSTREAM, TASK_LABELS, average, compared, scores_of
+from lt2_platform.evaluate.paper_formats import as_csv, as_latex
 
 
 @pytest.mark.parametrize("scale", sorted(DOWNSTREAM))
@@ -55,7 +57,26 @@ def test_neither_a_quick_look_nor_an_older_checkpoint_replaces_full_results():
 def test_formats():
     ours = {"my_run": dict.fromkeys(TASK_LABELS, 99.0) | {"PPL": 5.0}}
     rows = compared(ours, "1.3B")
-    latex = as_latex(rows)
+    latex = as_latex(rows, COLUMNS)
     assert r"my\_run & \textbf{5.00} & \textbf{99.00}" in latex
     assert latex.count(r"\\") == len(rows) + 1
-    assert as_csv(rows).splitlines()[-1].startswith("my_run,ours,5.0,99.0")
+    assert as_csv(rows, COLUMNS).splitlines()[-1].startswith("my_run,ours,5.0,99.0")
+
+
+def test_the_long_context_table_has_every_printed_number_in_its_column():
+    rows = {row["model"]: row for row in paper_recall.compared({})}
+    assert len(rows) == 8
+    hybrid = rows["Looped Hybrid (GDN+DSA)"]
+    assert [hybrid[column] for column in paper_recall.KNOWLEDGE.values()] == [51.6, 48.0, 60.4, 66.9, 33.0, 28.4]
+    assert [hybrid.get(f"NIAH-3 {k}k") for k in (1, 2, 4, 8)] == [100.0, 99.6, 60.3, None]
+    assert hybrid["Avg"] == pytest.approx((51.6 + 48.0 + 60.4 + 66.9 + 33.0 + 28.4) / 6)
+
+
+def test_recall_is_averaged_over_the_six_tasks_and_only_then():
+    rows = [{"task": task, "metric": "contains", "value": 0.1 * i} for i, task in enumerate(paper_recall.KNOWLEDGE)]
+    rows += [{"task": "niah_single_2_4096", "metric": "contains", "value": 0.25}]
+    whole = paper_recall.scores_of([*rows, {"task": "swde", "metric": "context_cut", "value": 3}])
+    assert (whole["SWDE"], whole["NIAH-2 4k"]) == (0.0, 25.0)
+    ours, partial = paper_recall.compared({"whole": whole, "partial": paper_recall.scores_of(rows[1:])})[-2:]
+    assert (ours["Avg"], ours["note"]) == (pytest.approx(25.0), "")
+    assert (partial["Avg"], partial["note"]) == (None, "no SWDE")

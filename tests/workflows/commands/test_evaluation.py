@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate.harness.suites import SUITES
 from lt2_platform.evaluate.paper import TASKS
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
@@ -102,3 +103,19 @@ def test_paper_table_shows_our_runs_beside_the_papers(tmp_path):
         lt2("paper-table", "--storage", tmp_path, "--scale", "7B")
     with pytest.raises(ConfigError, match="no evaluation of other; there are mine, partial"):
         lt2("paper-table", "other", "--storage", tmp_path)
+
+
+def test_paper_table_of_recall(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    rows = [{"task": task, "metric": "contains", "value": 0.5} for task in (*SUITES["recall"], *SUITES["needles"])]
+    store.log_eval("mine", "validation", rows)
+    store.log_eval("other", "validation", [{"task": "piqa", "metric": "acc", "value": 0.7}])
+    lines = lt2("paper-table", "--table", "recall", "--storage", tmp_path, "--format", "csv").splitlines()
+    assert lines[0].startswith("model,source,SWDE,SQuAD,FDA,TriviaQA,NQ,DROP,Avg,NIAH-1 1k,")
+    assert lines[-1] == "mine,ours," + "50.0," * 19
+    assert lines[-2].startswith("Looped Hybrid (Full+GDN),paper,53.1,48.9,62,67.8,34,30.2,49.3")
+    assert r"mine & 50.00" in lt2("paper-table", "--table", "recall", "--storage", tmp_path, "--format", "latex")
+    with pytest.raises(ConfigError, match="long-context table at 1.3B only"):
+        lt2("paper-table", "--table", "recall", "--scale", "0.6B", "--storage", tmp_path)
+    with pytest.raises(ConfigError, match="unknown table 'ruler'"):
+        lt2("paper-table", "--table", "ruler", "--storage", tmp_path)

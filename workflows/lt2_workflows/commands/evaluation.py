@@ -231,16 +231,25 @@ def paper_table(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs of the store. [default: all with results]")
     ] = None,
-    scale: Annotated[str, typer.Option(help="0.6B or 1.3B.")] = "1.3B",
+    which: Annotated[
+        str, typer.Option("--table", help="main, or recall: the long-context table, recall and needles at 1.3B.")
+    ] = "main",
+    scale: Annotated[str, typer.Option(help="Of the main table: 0.6B or 1.3B.")] = "1.3B",
     format_: Annotated[str, typer.Option("--format", help="text, csv or latex.")] = "text",
     storage: StorageOption = None,
 ) -> None:
-    """The paper's main table with our runs beside it; averages are recomputed."""
-    from lt2_platform.evaluate import paper
+    """The paper's main or long-context table with our runs beside it; averages are recomputed."""
+    from lt2_platform.evaluate import paper, paper_formats, paper_recall
     from lt2_platform.results import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.console import table
 
+    if which not in ("main", "recall"):
+        raise config_error(f"unknown table {which!r}; use main or recall")
+    if format_ not in ("text", "csv", "latex"):
+        raise config_error(f"unknown format {format_!r}; use text, csv or latex")
+    if which == "recall" and scale != "1.3B":
+        raise config_error(f"--scale {scale}: the paper has its long-context table at 1.3B only")
     by_run: dict[str, list[dict[str, Any]]] = {}
     root = Storage(storage)
     root.check_readable()
@@ -250,17 +259,21 @@ def paper_table(
     unknown = [run for run in runs or () if run not in by_run]
     if unknown:
         raise config_error(f"no evaluation of {', '.join(unknown)}; there are {', '.join(sorted(by_run)) or 'none'}")
-    found = {run: paper.scores_of(by_run[run]) for run in runs or sorted(by_run)}
-    rows = paper.compared({run: scores for run, scores in found.items() if scores}, scale)
-    if format_ not in ("text", "csv", "latex"):
-        raise config_error(f"unknown format {format_!r}; use text, csv or latex")
+    scores_of = paper_recall.scores_of if which == "recall" else paper.scores_of
+    scores = {run: scores_of(by_run[run]) for run in runs or sorted(by_run)}
+    found = {run: each for run, each in scores.items() if each}
+    if which == "recall":
+        rows, columns = paper_recall.compared(found), paper_recall.COLUMNS
+    else:
+        rows, columns = paper.compared(found, scale), paper.COLUMNS
     if format_ == "text":
         shown = [
             {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()} for row in rows
         ]
-        typer.echo(table(shown, ["model", *paper.COLUMNS, "note"]))
+        typer.echo(table(shown, ["model", *columns, "note"]))
         return
-    typer.echo(paper.as_csv(rows) if format_ == "csv" else paper.as_latex(rows), nl=False)
+    write = paper_formats.as_csv if format_ == "csv" else paper_formats.as_latex
+    typer.echo(write(rows, columns), nl=False)
 
 
 def harness_config(suite: str, **fields: Any) -> HarnessConfig:

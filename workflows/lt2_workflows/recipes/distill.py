@@ -14,6 +14,7 @@ from lt2_platform.distill.run import NEW_MIXER
 from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import StepConfig, Workflow
+from lt2_workflows.recipes.pretrain import suites
 from lt2_workflows.steps import (
     CheckpointRef,
     DatasetRef,
@@ -168,9 +169,7 @@ def distill_ouro_14b(data: str = "openthoughts") -> Workflow:
     stage: dict[str, Any] = {"teacher": teacher, "data": DatasetRef(step="prepare-4k"), "resources": gpus}
 
     def evaluation(name: str) -> EvaluateStep:
-        packs = tuple(
-            HarnessConfig(pack="packs/ouro", suite=suite) for suite in ("core", "needles", "ruler", "reasoning")
-        )
+        packs = suites("packs/ouro", "core", "needles", "ruler", "reasoning")
         return EvaluateStep(
             checkpoint=CheckpointRef(step=name),
             data=DatasetRef(step="prepare-32k"),

@@ -21,7 +21,7 @@ from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Ref, StepConfig, Workflow
 from lt2_workflows.recipes.distill import probes, retention, select
 from lt2_workflows.recipes.models import paper_model
-from lt2_workflows.recipes.pretrain import pretrain_13b
+from lt2_workflows.recipes.pretrain import PACK, pretrain_13b, suites
 from lt2_workflows.steps import (
     CheckpointRef,
     DatasetRef,
@@ -107,12 +107,12 @@ def paper_end_to_end() -> Workflow:
             resources=gpus,
         ),
     }
-    suites = tuple(
-        HarnessConfig(pack="packs/paper", suite=suite) for suite in ("core", "needles", "ruler", "reasoning")
-    )
     evaluation = {
         "data": DatasetRef(step="prepare"),
-        "tasks": (PerplexityConfig(batch_size=4, max_sequences=512), *suites),
+        "tasks": (
+            PerplexityConfig(batch_size=4, max_sequences=512),
+            *suites(PACK, "core", "recall", "needles", "ruler", "reasoning"),
+        ),
     }
     return finished("paper_end_to_end", steps, evaluation)
 

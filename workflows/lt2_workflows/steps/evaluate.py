@@ -54,7 +54,20 @@ def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
     require(pack, names)
 
 
-@step_type(EvaluateStep, places=evaluate_places)
+def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
+    """What is asked, and from where."""
+    parts = []
+    packs: dict[str, list[str]] = {}
+    for task in config.tasks:
+        if not isinstance(task, HarnessConfig):
+            parts.append(task.type)
+            continue
+        pack = task.pack or (f"step {config.pack.step}" if isinstance(config.pack, Ref) else config.pack or "no pack")
+        packs.setdefault(pack, []).append(task.suite or ", ".join(task.tasks))
+    return "; ".join([*parts, *(f"{', '.join(asked)} from {pack}" for pack, asked in packs.items())])
+
+
+@step_type(EvaluateStep, describe=describe_evaluate, places=evaluate_places)
 def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     """Result: {"rows": as of lt2_platform.evaluate.tasks.run_tasks}; they also go to the run in the results store."""
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint

@@ -1,0 +1,45 @@
+"""A table of the paper's rows and ours, {model, source, columns, note}, as CSV or LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    sink = io.StringIO()
+    writer = csv.DictWriter(sink, ["model", "source", *columns, "note"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([{key: row.get(key) for key in writer.fieldnames} for row in rows])
+    return sink.getvalue()
+
+
+def as_latex(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """A tabular for booktabs; the best number of each column is bold."""
+    best = {}
+    for column in columns:
+        values = [row[column] for row in rows if row.get(column) is not None]
+        best[column] = (min if column == "PPL" else max)(values) if values else None
+    lines = [r"\begin{tabular}{l" + "r" * len(columns) + "}", r"\toprule"]
+    lines += [" & ".join(["Model", *columns]) + r" \\", r"\midrule"]
+    ours_begin = next((index for index, row in enumerate(rows) if row["source"] == "ours"), len(rows))
+    for index, row in enumerate(rows):
+        if index == ours_begin:
+            lines.append(r"\midrule")
+        cells = [latex_number(row.get(column), bold=row.get(column) == best[column]) for column in columns]
+        lines.append(" & ".join([latex_text(row["model"]), *cells]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def latex_number(value: float | None, *, bold: bool) -> str:
+    if value is None:
+        return "---"
+    return rf"\textbf{{{value:.2f}}}" if bold else f"{value:.2f}"
+
+
+def latex_text(text: str) -> str:
+    for character in "&%$#_{}":
+        text = text.replace(character, "\\" + character)
+    return text
