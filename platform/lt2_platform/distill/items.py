@@ -12,7 +12,9 @@ import pyarrow as pa
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
+from lt2_platform.evaluate.config import HeldOut
 from lt2_platform.evaluate.harness import packs, ruler
+from lt2_platform.evaluate.validation import held_out_rows
 
 CONTINUATION = "continuation"
 CHOICES = 4
@@ -22,6 +24,7 @@ def make_pack(
     data: str,
     out: str,
     *,
+    held_out: HeldOut = "all",
     items: int = 200,
     context: int = 160,
     continuation: int = 32,
@@ -37,7 +40,7 @@ def make_pack(
     dataset = PackedDataset(data, "validation")
     record = dataset.manifest["tokenizer"]
     tokenizer = load_tokenizer(dataset.storage.join(record["file"]) if record["file"] else "byte")
-    tables = {CONTINUATION: {"test": continuations(dataset, tokenizer, items, context, continuation, seed)}}
+    tables = {CONTINUATION: {"test": continuations(dataset, tokenizer, held_out, items, context, continuation, seed)}}
     for name in needles:
         task, _, length = name.rpartition("_")
         if not length.isdigit():
@@ -49,10 +52,10 @@ def make_pack(
 
 
 def continuations(
-    dataset: PackedDataset, tokenizer: Tokenizer, items: int, context: int, length: int, seed: int
+    dataset: PackedDataset, tokenizer: Tokenizer, part: HeldOut, items: int, context: int, length: int, seed: int
 ) -> pa.Table:
     """Rows {query, choices, gold}: `context` tokens of a held-out document, and which `length` tokens come next."""
-    pieces = list(_pieces(dataset, context + length, seed))
+    pieces = list(_pieces(dataset, held_out_rows(dataset, part), context + length, seed))
     if len(pieces) < CHOICES:
         raise ConfigError(
             f"{dataset.uri}: {len(pieces)} held-out documents are of {context + length} tokens or more; prepare with "
@@ -69,10 +72,10 @@ def continuations(
     return pa.Table.from_pylist(rows)
 
 
-def _pieces(dataset: PackedDataset, length: int, seed: int) -> list[np.ndarray]:
-    """One stretch of `length` tokens of each row of the split, inside one document and clear of its ends."""
+def _pieces(dataset: PackedDataset, rows: range, length: int, seed: int) -> list[np.ndarray]:
+    """One stretch of `length` tokens of each of `rows`, inside one document and clear of its ends."""
     found = []
-    for number in range(dataset.n_sequences):
+    for number in rows:
         row = dataset.batch([number])
         tokens, docs = row["tokens"][0], row["doc_ids"][0]
         starts = [

@@ -18,7 +18,8 @@ from lt2.loss import IGNORE, next_token_targets
 from lt2.model import LoopedLM
 from lt2.training import Batch, autocast_dtype
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.evaluate.validation import chunks
+from lt2_platform.evaluate.config import HeldOut
+from lt2_platform.evaluate.validation import chunks, held_out_rows
 from lt2_platform.train import checkpoint
 
 
@@ -28,11 +29,12 @@ def teacher_kl(
     teacher: LoopedLM,
     dataset: PackedDataset,
     *,
+    held_out: HeldOut,
     max_sequences: int = 32,
     batch_size: int = 4,
     document_mask: bool = False,
 ) -> dict[str, Any]:
-    """KL(teacher ‖ student) over the whole vocabulary, nats per token, on the first sequences of a split.
+    """KL(teacher ‖ student) over the whole vocabulary, nats per token, on the first sequences of that part of a split.
 
     Returns {"kl": of the final loop, "kl_loops": of every loop, "tokens"}. Both run every loop, in bf16 on a GPU.
 
@@ -43,14 +45,12 @@ def teacher_kl(
         ours, theirs = getattr(student.config, name), getattr(teacher.config, name)
         if ours != theirs:
             raise ConfigError(f"the student's {name} is {ours}, the teacher's {theirs}; they must be equal")
-    count = min(max_sequences, dataset.n_sequences)
-    if not count:
-        raise ConfigError(f"{dataset.uri}: no {dataset.split} sequences; prepare with a larger validation_fraction")
+    part = held_out_rows(dataset, held_out)[:max_sequences]
     T, device = student.config.n_loops, student.embed.weight.device
     precision = autocast_dtype("auto", device)
     models = [model.at_depth(T, halting=False).eval() for model in (student, teacher)]
     sums, tokens = torch.zeros(T, dtype=torch.float64), 0
-    for rows in chunks(count, batch_size):
+    for rows in chunks(part, batch_size):
         batch = Batch.from_numpy(dataset.batch(rows), device)
         doc_ids = batch.input_doc_ids(document_mask)
         counted = (next_token_targets(batch, document_mask=document_mask) != IGNORE).flatten()
@@ -72,9 +72,14 @@ def teacher_kl(
     return {"kl": loops[-1], "kl_loops": loops, "tokens": tokens}
 
 
-def checkpoint_kl(student: str, teacher: str, data: str, **options: Any) -> dict[str, Any]:
-    """`teacher_kl` of stored models on the validation split of `data`, on a GPU if there is one."""
-    return teacher_kl(_load(student), _load(teacher), PackedDataset(data, "validation"), **options)
+def checkpoint_kl(student: str, teacher: str, data: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`teacher_kl` of stored models on both halves of the validation split, by which to choose and which to report.
+
+    On a GPU if there is one.
+    """
+    ours, theirs, dataset = _load(student), _load(teacher), PackedDataset(data, "validation")
+    chosen_by = teacher_kl(ours, theirs, dataset, held_out="selection", **options)
+    return chosen_by, teacher_kl(ours, theirs, dataset, held_out="report", **options)
 
 
 def one_shot_scores(
@@ -97,7 +102,7 @@ def one_shot_scores(
     dataset, scores = PackedDataset(data, "validation"), []
     for layer in range(ours.config.n_layers):
         ours.schedule = layout(ours.config, (layer,))
-        scores.append(teacher_kl(ours, theirs, dataset, **options)["kl"])
+        scores.append(teacher_kl(ours, theirs, dataset, held_out="selection", **options)["kl"])
         progress({"layer": layer + 1, "layers": ours.config.n_layers})
     return scores
 

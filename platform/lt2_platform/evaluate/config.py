@@ -13,6 +13,9 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from lt2.config import Config, Layout, ModelConfig
 from lt2.extension import Extension
 
+HeldOut = Literal["all", "selection", "report"]
+"""Of the held-out rows: all, the half by which distillation chooses layers, or the half that no choice has seen."""
+
 
 class TaskConfig(Extension):
     """Base of all tasks."""
@@ -35,6 +38,7 @@ class PerplexityConfig(TaskConfig):
     batch_size: int = Field(default=8, ge=1)
     max_sequences: int | None = Field(default=None, ge=1)
     document_mask: bool = False
+    held_out: HeldOut = "all"
 
 
 class ThroughputConfig(TaskConfig):

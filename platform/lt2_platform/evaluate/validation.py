@@ -17,7 +17,7 @@ from lt2.model import LoopedLM
 from lt2.training import Batch
 from lt2.voting import mean_probability, voted_logprobs
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.evaluate.config import PerplexityConfig
+from lt2_platform.evaluate.config import HeldOut, PerplexityConfig
 from lt2_platform.evaluate.tasks import TaskContext
 
 
@@ -31,6 +31,7 @@ def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskCont
         batch_size=config.batch_size,
         max_sequences=config.max_sequences,
         document_mask=config.document_mask,
+        held_out=config.held_out,
         vote=True,
     )
     layout = model.config.layout
@@ -49,18 +50,18 @@ def perplexity(
     batch_size: int = 8,
     max_sequences: int | None = None,
     document_mask: bool = False,
+    held_out: HeldOut = "all",
     vote: bool = False,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood (nats) over every predicted token of the split, pads excluded.
 
+    held_out: the part of the split, see `held_out_rows`; max_sequences counts from its beginning.
     vote: a model of random layout is scored by the mean probability of its draws, else by its first draw.
 
     Raises:
         ConfigError: the split is empty, or its tokens do not fit the model's vocabulary.
     """
-    n_sequences = min(dataset.n_sequences, max_sequences or dataset.n_sequences)
-    if n_sequences == 0:
-        raise ConfigError(f"{dataset.uri}: no validation sequences; prepare with a larger validation_fraction")
+    part = held_out_rows(dataset, held_out)[:max_sequences]
     if dataset.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"{dataset.uri} has {dataset.vocab_size} kinds of token, the model {model.config.vocab_size}; "
@@ -73,13 +74,13 @@ def perplexity(
         objective = partial(voted_loss, document_mask=document_mask)
     device = model.embed.weight.device
     total, count = 0.0, 0
-    for rows in chunks(n_sequences, batch_size):
+    for rows in chunks(part, batch_size):
         loss_sum, n_tokens, _ = objective(model, Batch.from_numpy(dataset.batch(rows), device))
         total += float(loss_sum)
         count += int(n_tokens)
     model.train(was_training)
     mean = total / count
-    return {"loss": mean, "perplexity": math.exp(mean), "tokens": count, "sequences": n_sequences}
+    return {"loss": mean, "perplexity": math.exp(mean), "tokens": count, "sequences": len(part)}
 
 
 def voted_loss(model: LoopedLM, batch: Batch, *, document_mask: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -93,12 +94,30 @@ def voted_loss(model: LoopedLM, batch: Batch, *, document_mask: bool) -> tuple[T
 def unigram_entropy(dataset: PackedDataset, *, max_sequences: int = 4096) -> float:
     """Entropy (nats) of the first max_sequences rows' token distribution: the loss of a model with no context."""
     counts = np.zeros(dataset.vocab_size, dtype=np.int64)
-    for rows in chunks(min(dataset.n_sequences, max_sequences), 256):
+    for rows in chunks(range(min(dataset.n_sequences, max_sequences)), 256):
         counts += np.bincount(dataset.batch(rows)["tokens"].reshape(-1), minlength=len(counts))
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
 
-def chunks(n: int, size: int) -> Iterator[np.ndarray]:
-    for start in range(0, n, size):
-        yield np.arange(start, min(start + size, n))
+def held_out_rows(dataset: PackedDataset, part: HeldOut) -> range:
+    """The rows of a split that are "all", or of its halves: "selection", on which layers are chosen, and "report".
+
+    A split packed in rows of another length has the same documents in the same order, so its halves are the same text
+    but for the one document at their border.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    n = dataset.n_sequences
+    found = {"all": range(n), "selection": range(n // 2), "report": range(n // 2, n)}[part]
+    if part != "all" and n == 1:
+        raise ConfigError(f"{dataset.uri}: one {dataset.split} sequence has no halves; raise validation_fraction")
+    if not found:
+        raise ConfigError(f"{dataset.uri}: no {dataset.split} sequences; prepare with a larger validation_fraction")
+    return found
+
+
+def chunks(rows: range, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(rows), size):
+        yield np.array(rows[start : start + size])

@@ -12,6 +12,7 @@ from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.distill.items import continuations, make_pack
 from lt2_platform.distill.retention import draw, retention_rows
 from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.storage import Storage
 
 ROWS = [
@@ -55,7 +56,7 @@ def dataset(tmp_path_factory):
 
 
 def test_the_right_choice_is_what_follows_in_the_document(dataset):
-    table = continuations(dataset, load_tokenizer("byte"), 12, 60, 12, 0).to_pylist()
+    table = continuations(dataset, load_tokenizer("byte"), "all", 12, 60, 12, 0).to_pylist()
     assert 4 <= len(table) <= 12
     text = "".join(
         load_tokenizer("byte").decode(np.asarray(row).tolist())
@@ -66,7 +67,16 @@ def test_the_right_choice_is_what_follows_in_the_document(dataset):
         assert len(row["query"]) == 60
         assert row["query"] + row["choices"][row["gold"]] in text
     assert len({row["gold"] for row in table}) > 1
-    assert table == continuations(dataset, load_tokenizer("byte"), 12, 60, 12, 0).to_pylist()
+    assert table == continuations(dataset, load_tokenizer("byte"), "all", 12, 60, 12, 0).to_pylist()
+
+
+def test_items_are_taken_from_the_asked_part_of_the_held_out_rows(dataset):
+    rows = dataset.batch(held_out_rows(dataset, "report"))["tokens"][:, :-1]
+    text = "".join(load_tokenizer("byte").decode(row.tolist()) for row in rows)
+    items = continuations(dataset, load_tokenizer("byte"), "report", 12, 60, 12, 0).to_pylist()
+    everything = continuations(dataset, load_tokenizer("byte"), "all", 12, 60, 12, 0).to_pylist()
+    assert all(item["query"] in text for item in items)
+    assert not all(item["query"] in text for item in everything)
 
 
 def test_a_pack_of_items_and_needles(dataset, tmp_path):

@@ -93,6 +93,19 @@ def test_the_steps_defaults_are_not_part_of_its_identity():
     assert identity(step()) != identity(step(tasks=(PerplexityConfig(max_sequences=3),)))
 
 
+def test_perplexity_of_a_part_of_the_held_out_rows(tmp_path, data):
+    net, dataset = model(), PackedDataset(data, "validation")
+    assert dataset.n_sequences == 4
+    whole, *halves = (perplexity(net, dataset, held_out=part) for part in ("all", "selection", "report"))
+    assert [found["sequences"] for found in halves] == [2, 2]
+    assert sum(found["loss"] for found in halves) / 2 == pytest.approx(whole["loss"])
+    (loss, _) = run_tasks([PerplexityConfig(held_out="report", max_sequences=1)], net, context(tmp_path, data))
+    tokens = torch.as_tensor(dataset.batch([2])["tokens"])
+    logits = net.logits(net(tokens[:, :-1]).hidden)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss["value"] == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_perplexity_at_a_depth_is_that_of_a_model_run_so_deep(tmp_path, data):
     net = model(n_loops=3)
     rows = run_tasks([PerplexityConfig()], net, context(tmp_path, data), loops=[1, 3, 6])

@@ -17,10 +17,10 @@ VOCAB, SEQ_LEN = 23, 12
 TOKENIZER = {"name": "byte", "sha256": "0" * 64, "vocab_size": VOCAB, "bos_id": 1, "eos_id": 2, "file": None}
 
 
-def write_dataset(folder, *, n=40, tokenizer=TOKENIZER) -> str:
+def write_dataset(folder, *, n=40, validation=4, tokenizer=TOKENIZER) -> str:
     storage = Storage(str(folder))
     splits = {}
-    for seed, (split, rows) in enumerate({"train": n, "validation": 4}.items()):
+    for seed, (split, rows) in enumerate({"train": n, "validation": validation}.items()):
         rng = np.random.default_rng(seed)
         # A walk, not noise: there is something to learn, so a wrong update shows in the loss.
         tokens = (

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, trainer, worker
@@ -21,7 +23,7 @@ from lt2_workflows.steps.retention import run_retention
 from lt2_workflows.steps.select_layers import run_select_layers
 from tests.lt2.interop.test_ouro import OURO
 from tests.platform.distill.stages import GDN, write_teacher
-from tests.platform.train.packed import train_config
+from tests.platform.train.packed import train_config, write_dataset
 
 
 def context_of(tmp_path, steps, name):
@@ -98,11 +100,12 @@ def test_the_report_has_every_student_and_stage(tmp_path):
     }
     context = context_of(tmp_path, probing(1) | {"a": evaluation, "b": evaluation, "report": report}, "report")
     row = {"task": "continuation", "metric": "acc", "n_loops": 3}
-    kl = {"kept": [0], "kl": 0.25, "loss": 0.5, "tokens": 1000}
+    kl = {"kept": [0], "kl": 0.75, "report_kl": 0.25, "loss": 0.5, "tokens": 1000}
     finish(context, {"a": {"rows": [row | {"value": 0.8}]}, "b": {"rows": [row | {"value": 0.6}]}, "probe-0": kl})
     text = run_retention(context.step.config, context)["text"]
     assert "0.6000 (75.0 %)" in text
-    assert "0.2500" in text
+    assert "0.2500" in text  # not the distance by which layers are chosen
+    assert "0.7500" not in text
     out = tmp_path / context.step.folder / "out"
     assert (out / "retention.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "retention.json").read_text())["stages"][0]["attention kept"] == "0"
@@ -191,6 +194,31 @@ def test_a_stage_through_its_step(tmp_path, monkeypatch):
     assert (result["step"], result["kept"]) == (3, [])
     assert result["kl"] == result["kl_loops"][-1] > 0
     stored = {row["metric"]: row["value"] for row in ResultsStore(context.storage).results()}
-    assert stored["distillation/distillation/teacher_kl"] == result["kl"]
+    assert stored["distillation/distillation/teacher_kl"] == result["report_kl"] != result["kl"]
     assert {row["teacher"] for _, _, row in ResultsStore(context.storage).index().evals} == {teacher}
     assert STEP_TYPES["distill"].config is type(context.step.config)
+
+
+def test_layers_are_chosen_on_one_half_of_the_held_out_rows_and_results_reported_on_the_other(tmp_path):
+    write_dataset(tmp_path / "data")
+    dataset = PackedDataset(str(tmp_path / "data"), "validation")
+    halves = [set(held_out_rows(dataset, part)) for part in ("selection", "report")]
+    assert min(map(len, halves)) >= dataset.n_sequences // 2
+    assert set.union(*halves) == set(range(dataset.n_sequences))
+    assert not set.intersection(*halves)
+    for recipe in ("distill_small", "distill_ouro_14b", "paper_end_to_end", "paper_end_to_end_small"):
+        configs = load_workflow(recipe).configs.values()
+        asked = [
+            task for step in configs if step.type == "evaluate" for task in step.tasks if task.type == "perplexity"
+        ]
+        assert asked
+        parts = [task.held_out for task in asked] + [step.held_out for step in configs if step.type == "items"]
+        assert set(parts) == {"report"}, recipe
+
+
+def test_held_out_text_that_cannot_be_halved_is_refused_before_a_stage_trains(tmp_path):
+    write_dataset(tmp_path / "data", validation=1)
+    step = stage({"type": "align"}, data=str(tmp_path / "data"), teacher="teacher")
+    context = context_of(tmp_path / "storage", {"align": step}, "align")
+    with pytest.raises(ConfigError, match="one validation sequence has no halves; raise validation_fraction"):
+        run_distill(context.step.config, context)

@@ -103,7 +103,7 @@ def distill_small() -> Workflow:
             data=long,
             train=TrainConfig(objective=SMALL_KD, steps=60, global_batch_size=16, lr=1e-3, min_lr_ratio=1.0, **train),
         ),
-        "items": ItemsStep(data=long, context=80, needles=NEEDLES, needle_samples=10),
+        "items": ItemsStep(data=long, held_out="report", context=80, needles=NEEDLES, needle_samples=10),
     }
     names = {
         "teacher": "teacher",
@@ -112,7 +112,8 @@ def distill_small() -> Workflow:
         "stage2": "selected",
         "stage3": "stage 3",
     }
-    tasks = (PerplexityConfig(max_sequences=256), HarnessConfig(tasks=("continuation", *NEEDLES), batch_size=20))
+    perplexity = PerplexityConfig(max_sequences=256, held_out="report")
+    tasks = (perplexity, HarnessConfig(tasks=("continuation", *NEEDLES), batch_size=20))
     for name in names:
         steps[f"evaluate-{name}"] = EvaluateStep(
             checkpoint=CheckpointRef(step=name), data=long, pack=PackRef(step="items"), tasks=tasks
@@ -173,7 +174,7 @@ def distill_ouro_14b(data: str = "openthoughts") -> Workflow:
         return EvaluateStep(
             checkpoint=CheckpointRef(step=name),
             data=DatasetRef(step="prepare-32k"),
-            tasks=(PerplexityConfig(batch_size=1, max_sequences=64), *packs),
+            tasks=(PerplexityConfig(batch_size=1, max_sequences=64, held_out="report"), *packs),
         )
 
     steps: dict[str, StepConfig] = {

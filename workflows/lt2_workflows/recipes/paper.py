@@ -110,7 +110,7 @@ def paper_end_to_end() -> Workflow:
     evaluation = {
         "data": DatasetRef(step="prepare"),
         "tasks": (
-            PerplexityConfig(batch_size=4, max_sequences=512),
+            PerplexityConfig(batch_size=4, max_sequences=512, held_out="report"),
             *suites(PACK, "core", "recall", "needles", "ruler", "reasoning"),
         ),
     }
@@ -157,12 +157,12 @@ def paper_end_to_end_small() -> Workflow:
             data=long,
             train=TrainConfig(objective=logits, steps=4, **train),
         ),
-        "items": ItemsStep(data=long, items=12, context=48, continuation=16),
+        "items": ItemsStep(data=long, held_out="report", items=12, context=48, continuation=16),
     }
     evaluation = {
         "data": long,
         "pack": PackRef(step="items"),
-        "tasks": (PerplexityConfig(max_sequences=8), HarnessConfig(tasks=("continuation",))),
+        "tasks": (PerplexityConfig(max_sequences=8, held_out="report"), HarnessConfig(tasks=("continuation",))),
     }
     return finished("paper_end_to_end_small", steps, evaluation)
 

@@ -32,7 +32,8 @@ class DistillStep(StepConfig):
         student: a run or checkpoint of an earlier stage to start from; None: the teacher, converted.
         mixer, kept: as of DistillRun; kept may be what a select_layers step chose.
         topk: the teacher's stored top-k, in place of asking it at every step.
-        score_sequences: held-out sequences on which the distance to the teacher is measured afterwards.
+        score_sequences: sequences of each half of the held-out ones on which the distance to the teacher is measured
+            afterwards: one to choose layers by, one to report.
     """
 
     produces: ClassVar[str] = "checkpoint"
@@ -119,9 +120,14 @@ def planned_student(
 
 @step_type(DistillStep, describe=describe_distill)
 def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
-    """Result: as of run_pretrain, and "kept", and "kl" and "kl_loops" to the teacher on held-out text (nats/token)."""
+    """Result: as of run_pretrain, and "kept", and the distance to the teacher on held-out text (nats/token).
+
+    "kl" and "kl_loops" are by which layers are chosen; "report_kl" is on the other half, which no choice has seen.
+    """
+    from lt2_platform.data.stream import PackedDataset
     from lt2_platform.distill.measure import checkpoint_kl
     from lt2_platform.distill.run import distill
+    from lt2_platform.evaluate.validation import held_out_rows
     from lt2_platform.results import ResultsStore
     from lt2_platform.train.checkpoint import read_info, resolve
 
@@ -132,13 +138,14 @@ def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
     if isinstance(kept, SelectionRef):
         kept = tuple(context.result(kept)["kept"])
     data = context.path(config.data)
+    held_out_rows(PackedDataset(data, "validation"), "report")  # said before the training that it would end
     options = train_options(config.resources, context)
     run = DistillRun(mixer=config.mixer, kept=kept, train=config.train)
     summary = distill(run, teacher=teacher, **places, data=data, **options)
     checkpoint = resolve(context.out)
     layout: Any = read_info(checkpoint).model.layout
     context.progress({"message": "distance to the teacher on held-out text"})
-    found = checkpoint_kl(
+    chosen_by, found = checkpoint_kl(
         checkpoint,
         teacher,
         data,
@@ -153,5 +160,5 @@ def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
     rows += [row | {"metric": f"teacher_kl_loop_{loop}", "value": kl} for loop, kl in enumerate(found["kl_loops"])]
     ResultsStore(context.storage).log_eval(context.run_id, "distillation", rows)
     result = {key: value for key, value in summary.items() if key != "checkpoint"}
-    measured = {"kl": found["kl"], "kl_loops": found["kl_loops"]}
+    measured = {"kl": chosen_by["kl"], "kl_loops": chosen_by["kl_loops"], "report_kl": found["kl"]}
     return {"run": context.run_id, **result, "kept": list(layout.kept), **measured}

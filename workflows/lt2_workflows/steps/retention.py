@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lt2_platform.evaluate.config import HeldOut
 from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import table
 from lt2_workflows.graph import StepConfig, step_type
@@ -19,6 +20,7 @@ class ItemsStep(StepConfig):
     """A pack of test items made from a dataset's held-out text: continuations to choose among, and needles.
 
     Attributes:
+        held_out: the part of the held-out rows that the continuations are taken from.
         items: rows of the task `continuation`: which of four pieces of text follows; three are of other documents.
         context, continuation: their lengths in tokens.
         needles: tasks as NAME_LENGTH, e.g. niah_multikey_2_512; those that hide in essays cannot be made here.
@@ -28,6 +30,7 @@ class ItemsStep(StepConfig):
     produces: ClassVar[str] = "pack"
     type: Literal["items"] = "items"
     data: DatasetRef | str
+    held_out: HeldOut = "all"
     items: int = Field(default=200, ge=1)
     context: int = Field(default=160, ge=1)
     continuation: int = Field(default=32, ge=1)
@@ -44,6 +47,7 @@ def run_items(config: ItemsStep, context: StepContext) -> dict[str, Any]:
     tasks = make_pack(
         context.path(config.data),
         context.out,
+        held_out=config.held_out,
         items=config.items,
         context=config.context,
         continuation=config.continuation,
@@ -80,7 +84,7 @@ def run_retention(config: RetentionStep, context: StepContext) -> dict[str, Any]
     stages = []
     for name, ref in config.stages.items():
         found = context.result(ref)
-        kept, kl = found.get("kept"), found.get("kl")
+        kept, kl = found.get("kept"), found.get("report_kl")
         stages.append(
             {
                 "stage": name,
