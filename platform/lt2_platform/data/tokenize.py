@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,13 +37,20 @@ _LONG_RUN = re.compile(r"\s{1,25000}|\S{1,25000}")
 
 
 class Tokenizer(Protocol):
-    """What the rest of LT2 asks of a tokenizer. `sha256` identifies the vocabulary, not the file's spelling."""
+    """What the rest of LT2 asks of a tokenizer.
+
+    `sha256` identifies it, for a tokenizer.json by the file's bytes; `vocabulary` is a hash of what its ids mean, equal
+    for a tokenizer.json and for the folder of transformers that has it.
+    """
 
     name: str
     sha256: str
     vocab_size: int
     eos_id: int
     pad_id: int
+
+    @property
+    def vocabulary(self) -> str: ...
 
     @property
     def bos_id(self) -> int | None: ...
@@ -70,6 +77,11 @@ def encode(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
     """The manifest's record of a tokenizer."""
     return {key: getattr(tokenizer, key) for key in ("name", "sha256", "vocab_size", "bos_id", "eos_id", "pad_id")}
+
+
+def vocabulary_sha256(ids: Mapping[str, int]) -> str:
+    """Hash of a vocabulary, token -> id."""
+    return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -127,6 +139,7 @@ class ByteTokenizer:
 
     name = "byte"
     sha256 = hashlib.sha256(b"lt2 byte tokenizer 1: 256 bytes, bos 256, eos 257, pad 258").hexdigest()
+    vocabulary = sha256
     vocab_size, bos_id, eos_id, pad_id = 259, 256, 257, 258
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -149,6 +162,7 @@ class Llama3Tokenizer:
         specials = {token: LLAMA3_RANKS + index for index, token in enumerate(LLAMA3_SPECIALS)}
         self.name = name
         self.sha256 = hashlib.sha256(b"".join(base64.b64encode(token) + b"\n" for token in ranks)).hexdigest()
+        self.vocabulary = self.sha256
         self.vocab_size = LLAMA3_RANKS + len(specials)
         self.bos_id, self.eos_id = specials["<|begin_of_text|>"], specials["<|end_of_text|>"]
         self.pad_id = self.eos_id
@@ -227,6 +241,10 @@ class HubTokenizer:
         self.bos_id, self.eos_id = self._id(settings.get("bos_token"), self._BOS), eos
         pad = self._id(settings.get("pad_token"), self._PAD)
         self.pad_id = eos if pad is None else pad
+
+    @property
+    def vocabulary(self) -> str:
+        return vocabulary_sha256(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def _id(self, named: str | dict[str, Any] | None, usual: Sequence[str]) -> int | None:
         token = named.get("content") if isinstance(named, dict) else named

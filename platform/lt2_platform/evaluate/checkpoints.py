@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
 from lt2_platform.evaluate.tasks import TaskContext, run_tasks
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoint import load_model, read_info, resolve
+
+if TYPE_CHECKING:
+    from lt2_platform.evaluate.harness.models import ModelSource
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def evaluate_anything(
     source = ModelSource(str(Path(place).parent), gguf=Path(place).name) if gguf else ModelSource(place)
     if not source.is_transformers:
         return evaluate_checkpoint(place, tasks, data=None, out=out, loops=loops, actors=actors, progress=progress)
+    if source.is_export:
+        return evaluate_export(source, tasks, out=out, loops=loops, actors=actors, progress=progress)
     if loops:
         raise ConfigError(f"{place} is not a looped model of ours; it has no other depths than its own")
     rows, size = [], 0
@@ -114,6 +119,24 @@ def evaluate_anything(
     result = Evaluated(rows, 0, 1, size)
     write_record(out, result, place, tasks)
     return result
+
+
+def evaluate_export(
+    source: ModelSource,
+    tasks: Sequence[TaskConfig],
+    *,
+    out: str,
+    loops: Sequence[int],
+    actors: int,
+    progress: Callable[[dict[str, Any]], None],
+) -> Evaluated:
+    """`evaluate_checkpoint` of a folder that `lt2 export` wrote: by the same code, hence with the same numbers."""
+    model = source.load_looped()
+    context = TaskContext(source.place, source.load_tokenizer(), None, out, progress, actors)
+    rows = run_tasks(tasks, model, context, loops=loops)
+    found = Evaluated(rows, 0, model.config.n_loops, parameters(model.config).total)
+    write_record(out, found, source.place, tasks)
+    return found
 
 
 def write_record(out: str, found: Evaluated, place: str, tasks: Sequence[TaskConfig]) -> None:

@@ -1,5 +1,6 @@
 """Models of transformers through our harness: the same numbers as lm-eval's own HFLM gives."""
 
+import pyarrow as pa
 import pytest
 import tokenizers
 import torch
@@ -7,19 +8,22 @@ from lm_eval.api.instance import Instance
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lt2.config import ConfigError
+from lt2.interop.export import export_checkpoint
+from lt2_platform.data.tokenize import ByteTokenizer, describe, load_tokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_anything
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness import needles, packs
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.lm import HarnessLM
 from lt2_platform.evaluate.harness.models import ModelSource, load
 from tests.platform.evaluate.items import arc, choices, nq, write
+from tests.platform.evaluate.tiny import model, save
 
 TEXTS = [("The river is", " long and cold"), ("Question: who?\nAnswer:", " nobody"), ("a ", "stone"), ("x", " y")]
 
 
-def save_folder(folder, *, bos):
-    """A tiny Llama with a byte-level tokenizer that begins texts with BOS or does not."""
+def byte_level(*, bos):
+    """A tokenizer of bytes with <s> and </s>."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {token: index for index, token in enumerate(sorted(alphabet))} | {"<s>": 256, "</s>": 257}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -29,6 +33,12 @@ def save_folder(folder, *, bos):
         inner.post_processor = tokenizers.processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 256)]
         )
+    return inner
+
+
+def save_folder(folder, *, bos):
+    """A tiny Llama with a byte-level tokenizer that begins texts with BOS or does not."""
+    inner = byte_level(bos=bos)
     PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -90,3 +100,42 @@ def test_a_model_folder_is_evaluated_like_a_checkpoint(tmp_path):
     assert found.evaluations()["validation"]
     with pytest.raises(ConfigError, match="not a looped model"):
         evaluate_anything(folder, [config], out=str(tmp_path / "out"), loops=[1, 2])
+
+
+def test_an_exported_folder_gives_the_numbers_of_its_checkpoint(tmp_path):
+    """Needles beyond its length included, by a pack made for the tokenizer.json that the checkpoint has."""
+    file = tmp_path / "tokenizer.json"
+    byte_level(bos=False).save(str(file))
+    tokenizer = load_tokenizer(str(file))
+    net = model(max_seq_len=512, vocab_size=258)
+    record = {**describe(tokenizer), "file": "tokenizer/tokenizer.json"}
+    checkpoint = save(tmp_path / "run", net, tokenizer=record, files={record["file"]: file.read_bytes()})
+    folder = tmp_path / "export"
+    export_checkpoint(net, folder, tokenizer=str(file), bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
+    pack = str(tmp_path / "pack")
+    packs.build(pack, write(tmp_path / "data", arc_easy=arc(), mine=choices()))
+    made = pa.Table.from_pylist(needles.make("niah_single_1", tokenizer, 900, samples=2))
+    packs.add(pack, {"niah_single_1_900": {"test": made}}, {"niah_single_1_900": "here"}, tokenizer=tokenizer)
+    tasks = [HarnessConfig(pack=pack, tasks=("arc_easy", "mine", "niah_single_1_900"))]
+    found, answers = [], []
+    for place in (checkpoint, str(folder)):
+        out = tmp_path / f"out-{len(found)}"
+        evaluation = evaluate_anything(place, tasks, out=str(out), loops=[1, 2])
+        found.append((evaluation.rows, evaluation.n_loops, evaluation.parameters))
+        answers.append([path.read_text() for path in sorted(out.rglob("samples/*.jsonl"))])
+    assert found[0] == found[1]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 6
+    assert {row["task"] for row in found[1][0]} == {"arc_easy", "mine", "niah_single_1_900"}
+    assert not [row for row in found[1][0] if row["metric"] == "context_cut"]
+    vocabulary = packs.read_manifest(pack)["tasks"]["niah_single_1_900"]["tokenizer"]["vocabulary"]
+    assert vocabulary == ModelSource(str(folder)).load_tokenizer().vocabulary == tokenizer.vocabulary
+
+
+def test_needles_made_for_another_vocabulary_are_refused_for_a_folder(tmp_path):
+    folder = save_folder(tmp_path / "model", bos=True)
+    made = pa.Table.from_pylist(needles.make("niah_single_1", ByteTokenizer(), 900, samples=1))
+    pack = str(tmp_path / "pack")
+    packs.add(pack, {"niah_single_1_900": {"test": made}}, {"niah_single_1_900": "here"}, tokenizer=ByteTokenizer())
+    with pytest.raises(ConfigError, match="made for tokenizer 'byte', .* build niah_single_1_900 again"):
+        evaluate_anything(folder, [HarnessConfig(pack=pack, tasks=("niah_single_1_900",))], out=str(tmp_path / "out"))

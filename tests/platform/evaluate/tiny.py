@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,8 +29,13 @@ def model(*, seed: int = 0, **fields: Any) -> LoopedLM:
     return net
 
 
-def save(folder: Any, net: LoopedLM, *, tokenizer: dict[str, Any] | None = None) -> str:
-    """URI of a checkpoint of `net`."""
+def save(
+    folder: Any, net: LoopedLM, *, tokenizer: dict[str, Any] | None = None, files: Mapping[str, bytes] | None = None
+) -> str:
+    """URI of a checkpoint of `net`; `files` are those of the tokenizer, by path within the checkpoint."""
     record = {**describe(ByteTokenizer()), "file": None} if tokenizer is None else tokenizer
     state = TrainState(step=3, position=24, tokens=288, loss=1.5)
-    return checkpoint.save(str(folder), net, adamw(net, lr=1e-2), state, config=net.config, tokenizer=record)
+    optimizer = adamw(net, lr=1e-2)
+    return checkpoint.save(
+        str(folder), net, optimizer, state, config=net.config, tokenizer=record, tokenizer_files=files
+    )

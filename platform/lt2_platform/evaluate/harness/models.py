@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
+from lt2.model import LoopedLM
+from lt2_platform.data.tokenize import Tokenizer, load_tokenizer, vocabulary_sha256
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, TransformersScorer, check_vocabulary
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoint import COMPLETE, load_model, read_info, resolve
@@ -45,6 +46,30 @@ class ModelSource:
     def is_transformers(self) -> bool:
         return "://" not in self.place and bool(self.gguf or (Path(self.place) / "config.json").is_file())
 
+    @property
+    def is_export(self) -> bool:
+        """Whether it is a folder that `lt2 export` wrote: a model of ours."""
+        if not self.is_transformers or self.gguf:
+            return False
+        return json.loads((Path(self.place) / "config.json").read_text()).get("model_type") == "lt2"
+
+    def load_looped(self) -> LoopedLM:
+        """The model of ours that the place holds, on this process's device."""
+        if self.is_export:
+            model = cast(Any, self.load_transformers()).model
+        else:
+            model, _, _ = load_model(self.place)
+        return model.to(_device(), getattr(torch, self.dtype))
+
+    def load_transformers(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        import lt2.interop.transformers  # noqa: F401  registers the folders that `lt2 export` writes
+
+        options = {"gguf_file": self.gguf} if self.gguf else {}
+        model = AutoModelForCausalLM.from_pretrained(self.place, dtype=getattr(torch, self.dtype), **options)
+        return cast(nn.Module, model).to(_device())
+
     def identity(self) -> str:
         """sha256 of the weights' own record and of how they are run; equal wherever the files are."""
         if self.is_transformers:
@@ -71,27 +96,22 @@ class Loaded:
 
 def load(source: ModelSource) -> Loaded:
     """The model on this process's device, and its tokenizer. Raises ConfigError if they do not fit each other."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, source.dtype)
     tokenizer = source.load_tokenizer()
-    if source.is_transformers:
-        from transformers import AutoModelForCausalLM
-
-        import lt2.interop.transformers  # noqa: F401  registers the folders that `lt2 export` writes
-
-        options = {"gguf_file": source.gguf} if source.gguf else {}
-        model = AutoModelForCausalLM.from_pretrained(source.place, dtype=dtype, **options)
-        model = cast(nn.Module, model).to(device)
-        config: Any = model.config
-        check_vocabulary(config.vocab_size, tokenizer.vocab_size, source.place)
-        length = source.max_length or getattr(config, "max_position_embeddings", None)
+    if source.is_transformers and not source.is_export:
+        model: Any = source.load_transformers()
+        check_vocabulary(model.config.vocab_size, tokenizer.vocab_size, source.place)
+        length = source.max_length or getattr(model.config, "max_position_embeddings", None)
         if length is None:
             raise ConfigError(f"{source.place}: its config names no maximum length; give max_length")
         return Loaded(TransformersScorer(model, max_length=length, eos_id=tokenizer.eos_id), tokenizer)
-    model, config, _ = load_model(source.place)
-    check_vocabulary(config.vocab_size, tokenizer.vocab_size, source.place)
-    view = model.to(device, dtype).at_depth(source.n_loops or config.n_loops, halting=source.early_exit)
+    model = source.load_looped()
+    check_vocabulary(model.config.vocab_size, tokenizer.vocab_size, source.place)
+    view = model.at_depth(source.n_loops or model.config.n_loops, halting=source.early_exit)
     return Loaded(LoopedScorer(view, max_length=source.max_length, eos_id=tokenizer.eos_id), tokenizer)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class FolderTokenizer:
@@ -106,8 +126,7 @@ class FolderTokenizer:
         self.prefix_id = tokenizer.bos_token_id  # stands for an empty context even where texts do not begin with it
         first = tokenizer("a").input_ids[0]
         self.bos_id = first if first == tokenizer.bos_token_id else None
-        text = json.dumps(sorted(tokenizer.get_vocab().items()))
-        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+        self.sha256 = self.vocabulary = vocabulary_sha256(tokenizer.get_vocab())
 
     @classmethod
     @functools.lru_cache(maxsize=2)

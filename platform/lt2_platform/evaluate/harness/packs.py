@@ -76,7 +76,7 @@ def add(
         if without := [split for split in tables if split not in kept]:
             record["left_out"] = without
         if tokenizer is not None:
-            record["tokenizer"] = {"name": tokenizer.name, "sha256": tokenizer.sha256}
+            record["tokenizer"] = {key: getattr(tokenizer, key) for key in ("name", "sha256", "vocabulary")}
         for split, table in kept.items():
             sink = io.BytesIO()
             pq.write_table(table, sink)

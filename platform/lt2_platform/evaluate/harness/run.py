@@ -75,7 +75,7 @@ def evaluate(
     tokenizer = source.load_tokenizer()
     for name, record in records.items():
         frozen = record.get("tokenizer")
-        if frozen and frozen["sha256"] != tokenizer.sha256:
+        if frozen and tokenizer.sha256 != frozen["sha256"] and tokenizer.vocabulary != frozen.get("vocabulary"):
             raise ConfigError(
                 f"pack {config.pack}: {name} was made for tokenizer {frozen['name']!r}, {source.place} has "
                 f"{tokenizer.name!r}; build {name} again with the model's tokenizer"
