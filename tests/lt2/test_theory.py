@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,3 +177,18 @@ def test_effective_width_is_two_standard_deviations_of_the_influence(window: int
 
 def test_residual_horizon_is_the_papers_example():
     assert theory.residual_horizon(512, alpha=0.95, epsilon=1e-2) / 512 == pytest.approx(1.54, abs=0.01)
+
+
+def test_the_examples_of_the_page_on_theory_run_as_printed():
+    page = Path(__file__).parents[2] / "docs" / "theory.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert found.failed == 0
+    assert found.attempted >= 10
+
+
+def test_the_page_on_theory_names_functions_that_there_are():
+    page = (Path(__file__).parents[2] / "docs" / "theory.md").read_text()
+    rows = [line.split("|")[3] for line in page.splitlines() if line.startswith("| ") and "function" not in line]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(names) >= 12
+    assert [name for name in names if not callable(getattr(theory, name, None))] == []
