@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ def attention_layers(spec: HybridLayout, n_layers: int) -> tuple[int, ...]:
     that patterns compare at one ratio. Bookend splits it over bottom and top, the odd one at the bottom.
     """
     a, b = spec.parts
-    interleaved = tuple(i for i in range(n_layers) if i % (a + b) >= b)
+    interleaved = _interleaved(a, b, n_layers)
     count = len(interleaved)
     if (a > 0 and count == 0) or (b > 0 and count == n_layers):
         missing = "attention" if count == 0 else "mixer"
@@ -62,6 +63,20 @@ def attention_layers(spec: HybridLayout, n_layers: int) -> tuple[int, ...]:
         return tuple(range(n_layers - count, n_layers))
     bottom = (count + 1) // 2
     return tuple(range(bottom)) + tuple(range(n_layers - (count - bottom), n_layers))
+
+
+def realised_ratio(ratio: str, n_layers: int) -> str:
+    """How many layers of a hybrid are attention, and what ratio that is where the depth cannot have the asked one."""
+    a, b = (int(part) for part in ratio.split(":"))
+    count = len(_interleaved(a, b, n_layers))
+    rest = n_layers - count
+    whole = math.gcd(count, rest)
+    other = "" if count * b == rest * a else f" ({count // whole}:{rest // whole} for {ratio})"
+    return f"{count} of {n_layers} layers{other}"
+
+
+def _interleaved(a: int, b: int, n_layers: int) -> tuple[int, ...]:
+    return tuple(i for i in range(n_layers) if i % (a + b) >= b)
 
 
 def kept_layers(spec: KeptLayout, n_layers: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2_dashboards.figures.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.results import RunInfo, differences, flatten, result_name
 from lt2_platform.results_tables import as_text, total_steps
@@ -21,6 +22,7 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
     return _head(source, run) | {
         "config": {key: as_text(value) for key, value in sorted(flatten(run.config).items())},
         "info": {key: as_text(value) for key, value in sorted(flatten(run.info).items())},
+        "attention_in": attention_in(run.config),
         "summary": {key: as_text(value) for key, value in sorted(flatten(run.summary or {}).items())},
         "metrics": sorted(set(curves.table["metric"].to_pylist())),
         "evals": [{"name": name, **row} for _, name, row in snapshot.evals([run_id])],

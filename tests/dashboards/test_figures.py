@@ -138,8 +138,8 @@ def test_hybrid_ablations_place_runs_by_layout(source):
     figure = draw(FIGURES["hybrid"], source, {"by": "ratio"})
     ours = [row for row in figure.rows if row[1] == "this store"]
     assert ours == [
-        ["hybrid-2", "this store", "1:4", "T = 1", 10.0, None],
-        ["full-1", "this store", "1:0", "T = 1", 11.0, None],
+        ["hybrid-2", "this store", "1:4", None, "T = 1", 10.0, None],
+        ["full-1", "this store", "1:0", None, "T = 1", 11.0, None],
     ]
     pattern = draw(FIGURES["hybrid"], source, {"by": "pattern"})
     assert [row for row in pattern.rows if row[1] == "this store"] == [

@@ -15,7 +15,7 @@ from lt2_dashboards.figures import paper as reference
 from lt2_dashboards.figures.cost import PAPER_LAYOUTS, cache_bytes, mixing_flops
 from lt2_dashboards.figures.store import architecture
 from lt2_dashboards.queries import Source
-from lt2_dashboards.run_page import compare_page
+from lt2_dashboards.run_page import compare_page, run_page
 from lt2_platform.evaluate import paper_recall
 from lt2_platform.evaluate.harness.suites import SUITES
 from lt2_platform.evaluate.paper import DOWNSTREAM
@@ -134,16 +134,24 @@ def test_a_table_over_depths_names_them(tmp_path):
 
 
 def test_hybrids_by_ratio_with_repeats_and_by_level(source):
-    rows = ours(figure(source, "hybrid"))
-    assert ["wide", "this store", "1:1", "T = 4, 4k", 12.0, None] in rows
-    assert ["plain", "this store", "1:0", "T = 4, 500", 13.0, None] in rows
-    mean = ["mean of 2", "this store", "1:4", "T = 4, 1k", 10.5, pytest.approx(0.5**0.5)]
+    rows, two = ours(figure(source, "hybrid")), "2 of 5 layers (2:3 for 1:1)"
+    assert ["wide", "this store", "1:1", two, "T = 4, 4k", 12.0, None] in rows
+    assert ["plain", "this store", "1:0", None, "T = 4, 500", 13.0, None] in rows
+    mean = ["mean of 2", "this store", "1:4", None, "T = 4, 1k", 10.5, pytest.approx(0.5**0.5)]
     assert mean in rows  # not the gated, nor the student
     level = figure(source, "hybrid", by="level")
-    assert ["narrowing", "this store", "coarse to fine", "T = 4, 1k", 10.5, None] in ours(level)
-    assert ["1.3B", "paper", "fine to coarse", "T = 4, 1.3B", 9.42, None] in level.rows
+    assert ["narrowing", "this store", "coarse to fine", None, "T = 4, 1k", 10.5, None] in ours(level)
+    assert ["1.3B", "paper", "fine to coarse", None, "T = 4, 1.3B", 9.42, None] in level.rows
     average = ours(figure(source, "hybrid", quality="average"))
-    assert ["wide", "this store", "1:1", "T = 4, 4k", pytest.approx(41.0), None] in average
+    assert [
+        "wide",
+        "this store",
+        "1:1",
+        "2 of 5 layers (2:3 for 1:1)",
+        "T = 4, 4k",
+        pytest.approx(41.0),
+        None,
+    ] in average
 
 
 def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
@@ -162,7 +170,7 @@ def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
     pair("larger", 5.0, 2000, n_loops=2, n_layers=10)
     pair("faster", 30.0, train={"lr": 0.01})
     found = figure(Source(str(tmp_path)), "hybrid")
-    means = {(row[2], row[3]): row[4] for row in ours(found) if row[0].startswith("mean of")}
+    means = {(row[2], row[4]): row[5] for row in ours(found) if row[0].startswith("mean of")}
     assert {row[0] for row in ours(found) if row[0].startswith("mean of")} == {"mean of 2"}
     assert means == {
         ("1:4", "T = 1, 1k"): 19.5,
@@ -177,7 +185,26 @@ def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
     assert line["data"] == [None, 9.5, 18.5, None, None, None]
     points = {each["name"]: each["data"] for each in found.option["series"] if each["type"] == "scatter"}
     assert list(points) == [f"this store, T = {n}" for n in (1, 2, 4, 8)]
-    assert {"name": "loops-8-0: T = 8, 1k", "value": ["1:4", 12.0]} in points["this store, T = 8"]
+    assert {"name": "loops-8-0: T = 8, 1k, attention in 1 of 5 layers", "value": ["1:4", 12.0]} in points[
+        "this store, T = 8"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_layers", "told"),
+    [
+        (hybrid(ratio="1:6"), 20, "2 of 20 layers (1:9 for 1:6)"),
+        (hybrid(ratio="1:4"), 20, "4 of 20 layers"),
+        (hybrid(ratio="1:4", pattern="bookend"), 21, "4 of 21 layers (4:17 for 1:4)"),
+        (hybrid(ratio="0:1"), 5, "0 of 5 layers"),
+        (hybrid(ratio="0:0"), 5, None),
+        (hybrid(ratio="many"), 5, None),
+        (uniform("gdn"), 5, None),
+    ],
+)
+def test_a_run_tells_in_how_many_layers_its_attention_really_is(tmp_path, layout, n_layers, told):
+    add(ResultsStore(Storage(str(tmp_path))), "one", layout, at=1.0, n_layers=n_layers)
+    assert run_page(Source(str(tmp_path)), "one")["attention_in"] == told
 
 
 def test_a_gate_is_compared_at_one_depth(tmp_path):

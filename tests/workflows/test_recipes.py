@@ -93,6 +93,14 @@ def test_a_plan_says_what_is_asked_and_that_the_pack_is_not_there(tmp_path):
     assert f"  {fields}: " in missing
 
 
+def test_a_plan_says_what_ratio_a_hybrid_of_few_layers_has(tmp_path):
+    twenty = ["pretrain.model.n_layers=20", "pretrain.model.layout.ratio=1:6"]
+    plan = describe_plan(load_workflow("quickstart", twenty), Storage(str(tmp_path)))
+    assert "full in 2 of 20 layers (1:9 for 1:6)," in plan
+    assert "full in 1 of 5 layers," in describe_plan(load_workflow("quickstart"), Storage(str(tmp_path)))
+    assert "dsa in 4 of 20 layers," in describe_plan(load_workflow("pretrain_13b:gdn+dsa"), Storage(str(tmp_path)))
+
+
 def test_a_recipes_argument_is_checked():
     with pytest.raises(ConfigError, match="unknown row 'gnd' of the main table"):
         load_workflow("pretrain_06b:gnd")

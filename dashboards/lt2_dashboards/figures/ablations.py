@@ -34,25 +34,28 @@ def hybrid(
     ]
     repeated = [each for each in lines(known) if each.is_repeated]
     notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens. Ours has an axis of its own: compare shapes, not heights."]
+    if by == "ratio":
+        notes.append("The axis has the ratios that were asked for; few layers cannot have every one (attention in).")
     if by == "level":
         notes.append("Random + vote takes 5 times the compute when evaluated.")
     grey = {"showSymbol": True, "symbolSize": 8, "lineStyle": {"type": "dashed"}}
     series = [line("paper, 1.3B", [value for _, value in theirs], **grey), *_hybrids(known, repeated, names)]
     x_axis = {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else by}
     rows: list[list[Any]] = [
-        [run.run, "this store", name, depth_and_size([run]), value, None] for run, name, value in known
+        [run.run, "this store", name, run.attention_in, depth_and_size([run]), value, None]
+        for run, name, value in known
     ]
     rows += [
-        [f"mean of {mean.n}", "this store", name, mean.label, mean.value, mean.deviation]
+        [f"mean of {mean.n}", "this store", name, None, mean.label, mean.value, mean.deviation]
         for each in repeated
         for name, mean in each.means.items()
         if mean.n > 1
     ]
-    rows += [["1.3B", "paper", name, "T = 4, 1.3B", value, None] for name, value in theirs]
+    rows += [["1.3B", "paper", name, None, "T = 4, 1.3B", value, None] for name, value in theirs]
     return Figure(
         f"Hybrid {by}: {AXES[quality]}",
         _beside_paper(x_axis, quality, series),
-        ["model", "source", by, "depth and size", quality, "standard deviation"],
+        ["model", "source", by, "attention in", "depth and size", quality, "standard deviation"],
         lambda: rows,
         notes,
         produce="" if known else f"lt2 sweep {by}",
@@ -65,7 +68,7 @@ def _hybrids(known: list[Known], repeated: list[Line], names: list[str]) -> list
     series = []
     for colour, n_loops in enumerate(depths):
         data = [
-            {"name": f"{run.run}: {depth_and_size([run])}", "value": [name, rounded(value)]}
+            {"name": f"{run.run}: {_told(run)}", "value": [name, rounded(value)]}
             for run, name, value in known
             if run.architecture and run.architecture.n_loops == n_loops
         ]
@@ -75,6 +78,11 @@ def _hybrids(known: list[Known], repeated: list[Line], names: list[str]) -> list
         colour = depths.index(each.n_loops)
         series.append(line(f"this store, mean, {each.label}", middle, colour, yAxisIndex=1, connectNulls=True))
     return series
+
+
+def _told(run: Evaluated) -> str:
+    """Depth and size, and what of a ratio its layers can have: 1:6 of 20 layers is 1:9."""
+    return depth_and_size([run]) + (f", attention in {run.attention_in}" if run.attention_in else "")
 
 
 def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:

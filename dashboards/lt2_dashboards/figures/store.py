@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2.layout import realised_ratio
 from lt2_dashboards.figures.paper import TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
 from lt2_platform.evaluate.repeats import STANDING_SQL
@@ -19,6 +21,7 @@ NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is t
 AT_OWN_DEPTH = "e.rowid IN (SELECT place FROM own)"  # SQL: results of a model as it was trained
 # SQL: a number inside an evaluation row's JSON, in which a NaN must not end the query
 _PARAMETERS = "TRY_CAST(regexp_extract(e.row, '\"parameters\": ([0-9]+)', 1) AS BIGINT)"
+_RATIO = re.compile(r"(?!0+:0+$)[0-9]{1,4}:[0-9]{1,4}")
 LABELS = {
     "full": "Full",
     "window": "Window",
@@ -76,6 +79,10 @@ class Evaluated:
     @property
     def architecture(self) -> Architecture | None:
         return architecture(self.config)
+
+    @property
+    def attention_in(self) -> str | None:
+        return attention_in(self.config)
 
     def accuracy(self, task: str) -> float | None:
         """Percent, with acc_norm where that is customary and the run has it."""
@@ -164,6 +171,16 @@ def architecture(config: Mapping[str, Any]) -> Architecture | None:
         mixers = tuple(mask for mask in masks if mask)
         return Architecture(mixers, " to ".join(label(mixer) for mixer in mixers), n_loops, dict(layout))
     return None
+
+
+def attention_in(config: Mapping[str, Any]) -> str | None:
+    """In how many layers of a hybrid attention really is: "2 of 20 layers (1:9 for 1:6)"; None of other models."""
+    model = config.get("model", config)
+    layout, n_layers = (model.get("layout"), model.get("n_layers")) if isinstance(model, Mapping) else (None, None)
+    if not isinstance(layout, Mapping) or layout.get("type") != "hybrid" or not isinstance(n_layers, int):
+        return None
+    ratio = str(layout.get("ratio", "1:4"))
+    return realised_ratio(ratio, n_layers) if _RATIO.fullmatch(ratio) else None
 
 
 def label(mixer: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lt2.config import ModelConfig
+from lt2.config import HybridLayout, ModelConfig
+from lt2.layout import realised_ratio
 from lt2.train_config import TrainConfig
 from lt2_platform.train.config import (
     PretrainConfig,
@@ -84,8 +85,12 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
     tokens = config.train.steps * config.train.global_batch_size * seq_len
     where = config.start.step if isinstance(config.start, CheckpointRef) else config.start
     beginning = "" if where is None else f", from the weights of {where}"
+    mixing = ""
+    if isinstance(model.layout, HybridLayout):
+        mixing = f", {model.layout.attention.type} in {realised_ratio(model.layout.ratio, model.n_layers)}"
     return (
-        f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled), "
+        f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled)"
+        f"{mixing}, "
         f"{config.train.steps:,} steps, {amount(tokens)} tokens, "
         f"{amount(tokens * cost['training_flops_per_token'])} FLOPs, "
         f"cache {amount(cost['cache_bytes_per_sequence']).replace('B', 'G')}B per sequence of {seq_len:,}" + beginning

@@ -36,6 +36,7 @@ export function runPage(main, run) {
         ["step", body.total ? `${number(body.step)} of ${number(body.total)}` : number(body.step)],
         ["loss", number(body.last.loss)],
         ["tokens/s", body.last.tokens_per_s === undefined ? null : number(body.last.tokens_per_s)],
+        ["attention in", body.attention_in],
         ["time", duration(elapsed)],
         ["remaining", eta === null ? null : duration(eta)],
         ["started", date(body.created)],
