@@ -5,6 +5,8 @@ import json
 import pytest
 
 from lt2.config import ConfigError
+from lt2.distill.logits import loop_weights
+from lt2.optim import warmup_cosine
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.results import ResultsStore
@@ -222,3 +224,15 @@ def test_held_out_text_that_cannot_be_halved_is_refused_before_a_stage_trains(tm
     context = context_of(tmp_path / "storage", {"align": step}, "align")
     with pytest.raises(ConfigError, match="one validation sequence has no halves; raise validation_fraction"):
         run_distill(context.step.config, context)
+
+
+@pytest.mark.parametrize("recipe", ["distill_small", "distill_ouro_14b"])
+def test_stage_3_begins_with_the_loop_weights_that_stage_2_ends_with(recipe):
+    """It runs the schedule anew; docs/distillation.md says why. In between, every loop learns from the teacher."""
+    configs = load_workflow(recipe).configs
+    second, third = configs["stage2"].train, configs["stage3"].train
+    weights = lambda train, step: loop_weights(train.objective, 4, step, train.steps)  # noqa: E731
+    assert weights(third, 0) == weights(second, second.steps - 1) == (0, 0, 0, 1)
+    assert weights(third, third.steps // 4) == (0.25,) * 4
+    rate = warmup_cosine(**{key: getattr(third, key) for key in ("lr", "steps", "warmup_steps", "min_lr_ratio")})
+    assert {rate(step) for step in range(third.steps)} == {third.lr}  # constant, as the paper has it
