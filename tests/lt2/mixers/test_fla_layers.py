@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-LAYERS = 8
 
 pytestmark = [
     pytest.mark.interpret,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not all(importlib.util.find_spec(package) for package in ("triton", "fla")),
         reason="needs triton and flash-linear-attention: install the `interpret` extra",
@@ -26,15 +26,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "selection",
-    ["our_layer_is_flas_layer", "packed_layer_on_flas_kernels", "prefill_and_decode_on_flas_kernels"],
-)
-def test_layers(selection):
+def test_layers():
     paths = os.pathsep.join([str(HERE.parent / "ops"), str(HERE)])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection]
     run = subprocess.run(
-        [*command, str(HERE / "interpreted_layers.py")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_layers.py")],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         cwd=HERE.parents[2],
         capture_output=True,
@@ -42,6 +37,4 @@ def test_layers(selection):
     )
     report = run.stdout + run.stderr
     assert run.returncode == 0, report
-    passed = re.search(r"(\d+) passed", report)
-    assert passed is not None, report
-    assert int(passed.group(1)) == LAYERS, report
+    assert re.search(r"\b24 passed", report), report
