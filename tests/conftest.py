@@ -39,10 +39,14 @@ def pytest_addoption(parser):
     parser.addoption("--s3-server", choices=("moto", "ceph"), default="moto", help="what the tests marked s3 talk to")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if {"s3_root", "s3_environment"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("s3")
+    if hasattr(config, "workerinput"):  # one of several workers
+        # Files are handed out in this order: the long ones first, so that no worker is left alone with one at the end.
+        long = {item.path for item in items for marker in ("ray", "interpret") if item.get_closest_marker(marker)}
+        items.sort(key=lambda item: item.path not in long)
 
 
 @contextmanager
