@@ -24,13 +24,14 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM
 from lt2.training import TrainState
 from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
+from lt2_platform.train.checkpoint_contents import allocate_moments, contents, generators
 from lt2_platform.train.ranks import Group, from_rank_zero, gather, is_rank_zero, on_rank_zero, rank, world_size
 from lt2_platform.train.retention import Keep, kept, note_best, read_best
 from lt2_platform.train.shards import StorageRefusedError, load_shards, save_shards, saved_names
@@ -270,8 +271,8 @@ def load(uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainS
     A rank the checkpoint has no generator state for (more workers than before) keeps its own.
     """
     saved = saved_names(Storage(uri))
-    _allocate_state(model, optimizer, saved)
-    mine = {key: value for key, value in _rng().items() if f"rng.{rank()}.{key}" in saved}
+    allocate_moments(model, optimizer, saved)
+    mine = {key: value for key, value in generators().items() if f"rng.{rank()}.{key}" in saved}
     target = contents(model, optimizer) | {"rng": {str(rank()): mine}}
     load_shards(target, Storage(uri))  # in place: state dicts alias parameters and moments
     if "cpu" in mine:
@@ -296,35 +297,6 @@ def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
     load_shards({"model": model.state_dict()}, Storage(uri), alone=True)  # in place
     file = info.tokenizer.get("file")
     return model.eval(), info.model, {**info.tokenizer, "file": Storage(uri).join(file) if file else None}
-
-
-def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything but the step counters, not copied; a sharded model's are DTensors, so each rank writes a part."""
-    moments = {name: optimizer.state[p] for name, p in _trained(model, optimizer) if p in optimizer.state}
-    return {"model": model.state_dict(), "optimizer": moments, "rng": {str(rank()): _rng()}}
-
-
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    return [(name, p) for name, p in model.named_parameters() if p in held]
-
-
-def _allocate_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
-    """Give AdamW the empty moments that a fresh one lacks, for every parameter whose moments were saved."""
-    fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
-    for name, p in _trained(model, optimizer):
-        if f"optimizer.{name}.exp_avg" in saved:
-            device = p.device if p in fused else torch.device("cpu")
-            step = torch.zeros((), dtype=torch.float32, device=device)
-            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-
-
-def _rng() -> dict[str, Tensor]:
-    """States of the generators training may draw from: torch's, on CPU and on this rank's GPU."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
 
 
 def delete(folder: str, name: str) -> None:

@@ -17,6 +17,7 @@ from lt2.model import LoopedLM
 from lt2.training import TrainConfig, TrainState
 from lt2_platform.train import checkpoint, ranks
 from lt2_platform.train.background import Background
+from lt2_platform.train.checkpoint_contents import contents
 from lt2_platform.train.retention import Keep
 from lt2_platform.train.shards import StorageRefusedError, new_stager, stage
 
@@ -119,7 +120,7 @@ class Saver:
         try:
             # The metrics of a step must be safe before the checkpoint that makes a resume skip it.
             ranks.on_rank_zero(self.flush)
-            tensors = checkpoint.contents(*self.trained)
+            tensors = contents(*self.trained)
             if self.stager is not None:
                 write = self._writing(state, stage(self.stager, tensors))
                 self.pending = (state, Background(write, "lt2-save"))
