@@ -25,6 +25,7 @@ from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
+from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
 from lt2_platform.train.live_metrics import LiveMetrics
 from lt2_platform.train.places import check_places, shortage, worker_request
@@ -32,7 +33,7 @@ from lt2_platform.train.preemption import ray_notice, ray_sigterm
 from lt2_platform.train.run_folder import close_run, open_run, summary
 from lt2_platform.train.side_evaluation import SideEvaluations
 from lt2_platform.train.wandb_sink import WandbMode, WandbSink
-from lt2_platform.train.worker import PROGRESS, WorkerSpec
+from lt2_platform.train.worker import WorkerSpec
 
 __all__ = ["PretrainConfig", "pretrain"]
 

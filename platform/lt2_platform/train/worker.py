@@ -5,11 +5,9 @@ Ray-free on purpose: `scripts/train_torchrun.py` runs the same function, and so 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -26,13 +24,13 @@ from lt2.memory import keeps_gathered
 from lt2.model import LoopedLM, build
 from lt2.optim import adamw, freeze, warmup_cosine
 from lt2.training import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
-from lt2_platform.data.stream import PackedDataset, read_ahead
+from lt2_platform.data.stream import read_ahead
 from lt2_platform.distill.teacher import load_teacher
 from lt2_platform.distill.topk import StoredTopK
-from lt2_platform.evaluate.validation import perplexity
-from lt2_platform.results import ResultsStore, RunWriter
+from lt2_platform.results import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint, ranks
+from lt2_platform.train.callbacks import Evaluator, Logger
 from lt2_platform.train.config import Sources, check_workers
 from lt2_platform.train.evaluation_records import wanted
 from lt2_platform.train.feed import Feed, Reader
@@ -45,9 +43,6 @@ from lt2_platform.train.tuning import first_rank_first, run_each_kind
 from lt2_platform.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-PROGRESS = "progress.json"
-PROGRESS_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -139,8 +134,8 @@ def _train(
     if sources.topk is not None:
         stored = StoredTopK(sources.topk, feed.packed(), document_mask=config.document_mask)
         batches = read_ahead(stored.attach(batches), spec.prefetch)
-    logger = _Logger.open(spec, config) if rank == 0 else None
-    evaluator = _Evaluator(spec.data, config, logger)
+    logger = Logger.open(spec, config) if rank == 0 else None
+    evaluator = Evaluator(spec.data, config, logger)
     saver = Saver(
         folder,
         model_config,
@@ -241,73 +236,3 @@ def _resume(
 def _tokenizer_files(data: str) -> dict[str, bytes]:
     storage = Storage(data)
     return {f"tokenizer/{name}": storage.read_bytes(f"tokenizer/{name}") for name in storage.list("tokenizer")}
-
-
-@dataclass
-class _Evaluator:
-    """Callback: validation loss on the first sequences of the split. Every rank runs all of them, as FSDP requires."""
-
-    data: str
-    config: TrainConfig
-    logger: _Logger | None
-    last: dict[int, float] = field(default_factory=dict)  # the loss of the last evaluated step
-
-    def on_eval(self, state: TrainState, model: LoopedLM) -> None:
-        device = model.embed.weight.device
-        precision = autocast_dtype(self.config.precision, device)
-        with torch.autocast(device.type, precision) if precision else nullcontext():
-            result = perplexity(
-                model,
-                PackedDataset(self.data, "validation"),
-                max_sequences=self.config.eval_sequences,
-                document_mask=self.config.document_mask,
-            )
-        self.last = {state.step: result["loss"]}
-        if self.logger is not None:
-            self.logger.writer.log(state.step, {"validation_loss": result["loss"]})
-
-
-@dataclass
-class _Logger:
-    """Callback of rank 0: metrics to the results store, and a small progress file for whoever launched us.
-
-    Not through ray.train.report: that is limited to one call in two seconds, and it blocks.
-    """
-
-    writer: RunWriter
-    out: Storage
-    config: TrainConfig
-    written: float = 0.0
-
-    @classmethod
-    def open(cls, spec: WorkerSpec, config: TrainConfig) -> _Logger:
-        info = {**spec.info, "config": {"model": spec.model, "train": spec.train, **spec.info.get("config", {})}}
-        writer = ResultsStore(Storage(spec.storage_root)).create_run(spec.run_id, info)
-        return cls(writer, Storage(spec.out), config)
-
-    def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
-        self.writer.log(state.step, metrics | {"tokens": state.tokens})
-        if time.time() - self.written >= PROGRESS_SECONDS or state.step == self.config.steps:
-            self._write_progress(_progress(state, metrics, self.config))
-
-    def on_end(self, state: TrainState) -> None:
-        self.writer.close(asdict(state))
-
-    def _write_progress(self, values: dict[str, Any]) -> None:
-        self.written = time.time()
-        try:
-            self.out.write_bytes(PROGRESS, json.dumps(values).encode())
-        except OSError as error:
-            log.warning("progress not written (%s); training goes on", error)
-
-
-def _progress(state: TrainState, metrics: dict[str, float], config: TrainConfig) -> dict[str, Any]:
-    left = config.steps - state.step
-    return {
-        "step": state.step,
-        "steps": config.steps,
-        "loss": metrics["loss"],
-        "tokens_per_s": metrics["tokens_per_s"],
-        "eta_s": left * metrics["step_time"],
-        "time": time.time(),
-    }

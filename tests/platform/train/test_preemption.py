@@ -71,11 +71,11 @@ def test_the_torchrun_script_ends_with_143_and_the_same_command_goes_on(tmp_path
     (tmp_path / "config.json").write_text(pretrain_config(**CONFIG).model_dump_json())
     code = "import os, runpy, signal, sys\n"
     code += "from lt2_platform.train import worker\n"
-    code += "step = worker._Logger.on_step\n"
+    code += "step = worker.Logger.on_step\n"
     code += "def on_step(self, state, metrics):\n"
     code += "    step(self, state, metrics)\n"
     code += "    if state.step == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
-    code += "worker._Logger.on_step = on_step\n"
+    code += "worker.Logger.on_step = on_step\n"
     code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", code, ROOT / "scripts/train_torchrun.py", "--config", tmp_path / "config.json"]
     command += ["--data", tmp_path / "data", "--storage", tmp_path, "--out", tmp_path / "run"]

@@ -104,7 +104,7 @@ def kill_at(owner, name, when=lambda *args: True, after=False):
 def arm(point):
     is_marker = lambda self, path, value: path.endswith("COMPLETE")
     if point == "between steps":
-        kill_at(worker._Logger, "on_step", lambda self, state, metrics: state.step in (1, 3))
+        kill_at(worker.Logger, "on_step", lambda self, state, metrics: state.step in (1, 3))
     if point == "inside a shard":
         # The first checkpoint takes more than 200 writes; the second is cut after its tensors began.
         kill_at(shards._HashingStream, "write", lambda self, data: self.size > 0 and "step-00000004" in self.raw.name)

@@ -1,0 +1,97 @@
+"""What a worker does beside the loop's steps: metrics and progress for those who watch, validation now and then."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lt2.model import LoopedLM
+from lt2.training import TrainConfig, TrainState, autocast_dtype
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.evaluate.validation import perplexity
+from lt2_platform.results import ResultsStore, RunWriter
+from lt2_platform.storage import Storage
+
+if TYPE_CHECKING:
+    from lt2_platform.train.worker import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+PROGRESS = "progress.json"
+PROGRESS_SECONDS = 0.5
+
+
+@dataclass
+class Evaluator:
+    """Callback: validation loss on the first sequences of the split. Every rank runs all of them, as FSDP requires."""
+
+    data: str
+    config: TrainConfig
+    logger: Logger | None
+    last: dict[int, float] = field(default_factory=dict)  # the loss of the last evaluated step
+
+    def on_eval(self, state: TrainState, model: LoopedLM) -> None:
+        device = model.embed.weight.device
+        precision = autocast_dtype(self.config.precision, device)
+        with torch.autocast(device.type, precision) if precision else nullcontext():
+            result = perplexity(
+                model,
+                PackedDataset(self.data, "validation"),
+                max_sequences=self.config.eval_sequences,
+                document_mask=self.config.document_mask,
+            )
+        self.last = {state.step: result["loss"]}
+        if self.logger is not None:
+            self.logger.writer.log(state.step, {"validation_loss": result["loss"]})
+
+
+@dataclass
+class Logger:
+    """Callback of rank 0: metrics to the results store, and a small progress file for whoever launched us.
+
+    Not through ray.train.report: that is limited to one call in two seconds, and it blocks.
+    """
+
+    writer: RunWriter
+    out: Storage
+    config: TrainConfig
+    written: float = 0.0
+
+    @classmethod
+    def open(cls, spec: WorkerSpec, config: TrainConfig) -> Logger:
+        info = {**spec.info, "config": {"model": spec.model, "train": spec.train, **spec.info.get("config", {})}}
+        writer = ResultsStore(Storage(spec.storage_root)).create_run(spec.run_id, info)
+        return cls(writer, Storage(spec.out), config)
+
+    def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
+        self.writer.log(state.step, metrics | {"tokens": state.tokens})
+        if time.time() - self.written >= PROGRESS_SECONDS or state.step == self.config.steps:
+            self._write_progress(_progress(state, metrics, self.config))
+
+    def on_end(self, state: TrainState) -> None:
+        self.writer.close(asdict(state))
+
+    def _write_progress(self, values: dict[str, Any]) -> None:
+        self.written = time.time()
+        try:
+            self.out.write_bytes(PROGRESS, json.dumps(values).encode())
+        except OSError as error:
+            log.warning("progress not written (%s); training goes on", error)
+
+
+def _progress(state: TrainState, metrics: dict[str, float], config: TrainConfig) -> dict[str, Any]:
+    left = config.steps - state.step
+    return {
+        "step": state.step,
+        "steps": config.steps,
+        "loss": metrics["loss"],
+        "tokens_per_s": metrics["tokens_per_s"],
+        "eta_s": left * metrics["step_time"],
+        "time": time.time(),
+    }
