@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, sweeps
+from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, records, sweeps
+from lt2_workflows.commands.evaluation import StorageOption
 from lt2_workflows.commands.generate import generate
 
 if TYPE_CHECKING:
@@ -37,17 +37,10 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a config value, e.g. --set pretrain.train.lr=3e-4."),
 ]
-StorageOption = Annotated[
-    str | None,
-    typer.Option(
-        "--storage", metavar="ROOT", help="Folder or s3://bucket/prefix. [default: $LT2_STORAGE or ./lt2-storage]"
-    ),
-]
 NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Refuse, instead of waiting, when a step is being run.")]
 TtlOption = Annotated[
     float, typer.Option(hidden=True, min=1.0, help="Seconds of silence after which a lease is stale.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 app.add_typer(evaluation.pack_app, name="pack")
@@ -87,7 +80,7 @@ def plan(
     from lt2_workflows.loading import load_workflow
     from lt2_workflows.plan import describe_costs, describe_plan
 
-    workflow, root = load_workflow(recipe, set_ or []), _readable(storage, new=True)
+    workflow, root = load_workflow(recipe, set_ or []), records.readable(storage, new=True)
     typer.echo(describe_plan(workflow, root))
     if card is not None:
         typer.echo(describe_costs(workflow, root, card=card, count=count, utilisation=utilisation))
@@ -130,7 +123,7 @@ def sweep(
 
     workflow = sweeps.sweep_workflow(name, set_ or [], grid or [], seeds, {"asha": asha, "concurrent": concurrent})
     if plan:
-        typer.echo(describe_plan(workflow, _readable(storage, new=True)))
+        typer.echo(describe_plan(workflow, records.readable(storage, new=True)))
         return
     _run(workflow, _storage(storage), None, no_wait, lease_ttl)
 
@@ -150,57 +143,8 @@ def step(
     _run(load_workflow(recipe, set_ or []), _storage(storage), name, no_wait, lease_ttl)
 
 
-@app.command()
-def status(
-    workflow: Annotated[
-        str | None, typer.Argument(help="A workflow's id or name; if left out, all but the trials of sweeps.")
-    ] = None,
-    storage: StorageOption = None,
-    json_: JsonOption = False,
-) -> None:
-    """Show every workflow's steps: state, attempts, errors, logs."""
-    from lt2_workflows.console import table
-    from lt2_workflows.records import list_workflows
-
-    root = _readable(storage)
-    found = list_workflows(root, workflow)
-    if json_:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    if not found:
-        typer.echo(f"no workflows yet in {root.root}")
-    for item in found:
-        if workflow is None and "part_of" in item:
-            continue
-        typer.echo(f"{item['id']}")
-        steps = item["steps"] if "error" not in item else [{"state": "unreadable", "error": item["error"]}]
-        typer.echo(table(steps, ["name", "state", "attempt", "id", "error", "log"]) + "\n")
-
-
-@app.command()
-def report(
-    workflow: Annotated[str, typer.Argument(metavar="WORKFLOW", help="A workflow's id or name.")],
-    storage: StorageOption = None,
-) -> None:
-    """Write a workflow's report, Markdown and one HTML file, into its folder: steps, numbers, curves, sweeps."""
-    from lt2_workflows.report import write_report
-
-    root = _readable(storage)
-    typer.echo(root.join(write_report(root, workflow), "report.html"))
-
-
-@app.command()
-def results(storage: StorageOption = None, json_: JsonOption = False) -> None:
-    """Show the numbers of every run: run, step, metric, value, and how the runs' configs differ."""
-    from lt2_platform.results import ResultsStore
-    from lt2_workflows.console import table
-
-    rows = ResultsStore(_readable(storage)).results()
-    if json_:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    shown = [row | {"config": row["config"] or None} for row in rows]
-    typer.echo(table(shown, ["run", "step", "metric", "value", "config"]))
+for reading in (records.status, records.report, records.results):
+    app.command()(reading)
 
 
 app.command()(generate)
@@ -224,13 +168,6 @@ def _storage(root: str | None) -> Storage:
     from lt2_platform.storage import Storage
 
     return Storage(root)
-
-
-def _readable(root: str | None, *, new: bool = False) -> Storage:
-    """A mistyped root must not look like an empty one. new: a local folder need not exist yet."""
-    storage = _storage(root)
-    storage.check_readable(new=new)
-    return storage
 
 
 def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, ttl_s: float) -> None:
