@@ -143,10 +143,9 @@ def step(
     _run(load_workflow(recipe, set_ or []), _storage(storage), name, no_wait, lease_ttl)
 
 
-for reading in (records.status, records.report, records.results):
-    app.command()(reading)
-
-
+app.command()(records.status)
+app.command()(records.report)
+app.command()(records.results)
 app.command()(generate)
 app.command("check-mixer")(models.check_mixer)
 app.command()(models.export)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lt2_workflows.commands.evaluation import StorageOption
 from lt2_workflows.commands.models import find_checkpoint
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def generate(
         int | None, typer.Option(min=1, help="Another depth than trained; no token stops earlier.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda (in bf16) or cpu; cuda where there is one.")] = None,
-    storage: Annotated[str | None, typer.Option("--storage", metavar="ROOT")] = None,
+    storage: StorageOption = None,
 ) -> None:
     """Continue a text with a trained model, shown as it is made."""
     import torch
