@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 scripts/train_torchrun.py --config pretrain.json --data DATASET --out RUN_FOLDER
 
 The config is JSON {"model": …, "train": …} (lt2_platform.train.config.PretrainConfig). The same command resumes;
-SIGTERM saves first.
+SIGTERM and Ctrl-C save first.
 """
 
 from __future__ import annotations

@@ -15,6 +15,10 @@ from lt2.config import Config, ConfigError
 from lt2_workflows.graph import Ref, Resources, StepConfig, Workflow, step_type
 
 
+class PreemptedError(RuntimeError):
+    """As lt2.training's, without torch."""
+
+
 class TextRef(Ref):
     accepts: ClassVar[str] = "text"
 
@@ -38,6 +42,7 @@ class WriteStep(StepConfig):
     part: Part = Part()
     fail: Literal["no", "error", "bad_input", "kill", "segfault"] = "no"
     fail_times: int = 1000
+    saves: Literal["no", "yes", "never"] = Field("no", description="ends when asked to; or says so and never does")
     trace: str = Field("", description="a local folder in which each attempt leaves a file, outside storage")
 
 
@@ -56,7 +61,14 @@ def write(config: WriteStep, context) -> dict[str, str]:
         storage.write_bytes(path, "\n".join(done).encode())
         context.progress({"step": number + 1, "steps": config.lines, "loss": config.loss / (number + 1)})
         _mark(config, f"{context.step.name}.line{number}")
-        time.sleep(config.pause_s)
+        if config.saves != "no":
+            context.stop.possible.set()
+            _mark(config, f"{context.step.name}.saves")
+        if config.saves == "yes":
+            if context.stop.asked.wait(config.pause_s):
+                raise PreemptedError(f"stopped as asked after line {number}, which is saved")
+        else:
+            time.sleep(config.pause_s)
     inputs = [context.result(ref)["digest"] for ref in config.part.sources]
     return {"digest": hashlib.sha256("\n".join(done + inputs).encode()).hexdigest()}
 

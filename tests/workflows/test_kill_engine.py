@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from lt2_platform.storage import Storage
+from lt2_workflows import executor
 from tests.workflows.conftest import Run, wait_until
 
 SLOW = ("second.pause_s=0.1",)
@@ -116,6 +118,59 @@ def test_stopping_releases_the_lease(number, expected, make_run, undisturbed):
     code, output = run.finish()
     assert code == 0, output
     assert run.results() == undisturbed
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_step_that_can_saves_before_it_stops(number, expected, make_run, undisturbed):
+    run = make_run(settings=("second.pause_s=4", "second.saves=yes"), options=("--lease-ttl", "600"))
+    driver = run.start()
+    run.pid("second.saves")
+    driver.send_signal(number)
+    code, output = run.finish(driver)
+    assert code == expected, output
+    assert "second     saves a checkpoint and stops, within 60 s; Ctrl-C again stops at once\n" in output
+    assert "second     interrupted: stopped as asked after line 0, which is saved\n" in output
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.results() == undisturbed
+
+
+def test_a_second_signal_does_not_wait_for_the_save(make_run):
+    run = make_run(settings=("second.pause_s=600", "second.saves=never"), options=("--lease-ttl", "600"))
+    driver = run.start()
+    pid = run.pid("second.saves")
+    driver.send_signal(signal.SIGINT)
+    assert any("saves a checkpoint and stops" in line for line in driver.stdout)
+    began = time.monotonic()
+    assert not process_is_gone(pid)
+    driver.send_signal(signal.SIGINT)
+    code, output = run.finish(driver)
+    assert time.monotonic() - began < 15
+    assert code == 130, output
+    assert "Traceback" not in output
+    assert "second     interrupted: stopped by SIGUSR1\n" in output
+    assert process_is_gone(pid)
+    (lease,) = Storage(run.root).glob("steps/second-*/attempts/1/lease.json")
+    assert Storage(run.root).read_json(lease)["released"]
+
+
+def test_a_step_that_never_saves_is_not_waited_for_for_ever(make_run, monkeypatch):
+    monkeypatch.setattr(executor, "SAVE_GRACE_S", 0.5)
+    run = make_run(steps=("first",), settings=("first.pause_s=600", "first.saves=never"))
+    run.trace.mkdir()
+    said = []
+
+    def say(event):
+        said.append((event["event"], event.get("error")))
+
+    def interrupt():
+        run.pid("first.saves")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(run.workflow(), Storage(run.root), say=say)
+    assert said[-2:] == [("stopping", None), ("interrupted", "stopped by SIGUSR1")]
 
 
 def test_two_drivers_at_once_share_the_work(any_root, make_run, undisturbed):

@@ -19,11 +19,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from lt2.config import ConfigError, load_source
+from lt2_platform.train.stopping import StopRequest
 from lt2_workflows.graph import STEP_TYPES, Ref, Step, Workflow
 from lt2_workflows.live_metrics import publish_progress
 from lt2_workflows.loading import workflow_from_record
@@ -33,6 +34,9 @@ from lt2_workflows.records import Lease, json_bytes, read_done
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
+
+AT_ONCE = signal.SIGUSR1
+"""What our driver sends when it has waited long enough for a step that saves before it stops, or may not wait."""
 
 DONE, FAILED, BAD_INPUT, BUSY, INTERRUPTED, INFRASTRUCTURE = 0, 1, 2, 3, 4, 75
 STATES = {
@@ -65,13 +69,15 @@ class StepContext:
     """What a step function may use: where to write, where its inputs are, and how to say how far it is.
 
     `out` is the step's output folder (path or URI). It may hold the remains of an attempt that was cut off;
-    the step continues from them or overwrites them. `run_id` is stable across attempts.
+    the step continues from them or overwrites them. `run_id` is stable across attempts. A step that can save and end
+    sets `stop.possible`; from then on a signal is no exception but sets `stop.asked`, for the driver's patience.
     """
 
     storage: Storage
     workflow: Workflow
     step: Step
     progress: Callable[[dict[str, Any]], None]
+    stop: StopRequest = field(default_factory=StopRequest)
 
     @property
     def out(self) -> str:
@@ -117,11 +123,15 @@ def run_attempt(
         emit({"event": "progress", "values": values})
         publish_progress(workflow.id, name, values)
 
-    code, error, result = _work(StepContext(storage, workflow, step, progress))
+    def announce() -> None:
+        _stop.asked.wait()
+        emit({"event": "stopping"})
+
+    threading.Thread(target=announce, name="stopping", daemon=True).start()
+    code, error, result = _work(StepContext(storage, workflow, step, progress, _stop))
 
     # From here on nothing may interrupt, and no thread of ours may touch the records behind our back.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _ignore_signals()
     leave_ray()
     if not lease.stop():
         _end_process("another process took over this step")
@@ -145,6 +155,8 @@ def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
         return INTERRUPTED, str(stop) or "stopped by a signal", {}
     except Exception as failure:
         # The boundary of user code: whatever it raises is recorded, and decides only this step's fate.
+        if type(failure).__name__ == "PreemptedError":  # by name, as below
+            return INTERRUPTED, str(failure), {}
         traceback.print_exc()
         code = _classify(failure)
         if code == BAD_INPUT:
@@ -220,12 +232,22 @@ def _end_process(reason: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+_stop = StopRequest()  # of this process, as signals are
+
+
 def _interrupt(signum: int, frame: Any) -> None:
     # Once is enough: a cancelled job's processes are signalled by Ray and by our driver, and the second signal would
     # interrupt the orderly end.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if signum != AT_ONCE and (_stop.asked.is_set() or _stop.possible.is_set()):
+        _stop.asked.set()
+        return
+    _ignore_signals()
     raise Interrupted(f"stopped by {signal.Signals(signum).name}")
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, AT_ONCE):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _follow_lifeline(stdin: IO[bytes]) -> None:
@@ -239,8 +261,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     for talker in ("aiobotocore.credentials", "botocore.credentials"):
         logging.getLogger(talker).setLevel(logging.WARNING)  # a line about where the keys are, in every log
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT, AT_ONCE):
+        signal.signal(number, _interrupt)
     stdin, events = sys.stdin.buffer, os.fdopen(os.dup(1), "w", buffering=1)
     job = json.loads(stdin.readline())
     threading.Thread(target=_follow_lifeline, args=(stdin,), name="lifeline", daemon=True).start()

@@ -7,6 +7,7 @@ any moment and started again. A step whose attempt was cut off is taken over onc
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_platform.cores import share
-from lt2_workflows.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED, StepContext
+from lt2_workflows.attempt import AT_ONCE, BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED, StepContext
 from lt2_workflows.cores import side_by_side
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
 from lt2_workflows.inputs import check_inputs
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 # so many in all, and so many in a row that got nowhere.
 MAX_LOST, MAX_LOST_WITHOUT_PROGRESS = 100, 4
 STOP_GRACE_S = 20.0
+SAVE_GRACE_S = 60.0  # for a step that saves before it stops
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 Say = Callable[[dict[str, Any]], None]
@@ -65,6 +67,7 @@ class Driver:
     environment: Mapping[str, str]
     side_by_side: Mapping[str, int]
     stopping: threading.Event = field(default_factory=threading.Event)
+    at_once: threading.Event = field(default_factory=threading.Event)
 
     def tell(self, step: Step, event: str, **details: Any) -> None:
         message = {"step": step.name, "event": event, **details}
@@ -87,7 +90,8 @@ def run(
     `say` is called, from several threads, with {"step", "event", …} for everything that happens. Bad input that can be
     seen beforehand, an unusable root and missing inputs of any step included, raises ConfigError before anything is
     written. KeyboardInterrupt
-    (SIGTERM as well, see the CLI) stops the running attempts, releases their leases and is raised again.
+    (SIGTERM as well, see the CLI) stops the running attempts, those that train after a checkpoint, releases their
+    leases and is raised again; a second one does not wait for checkpoints.
     """
     storage.check_readable(new=True)
     chosen = _choose(workflow, storage, only)
@@ -149,6 +153,10 @@ def _run_graph(driver: Driver, steps: Mapping[str, Step]) -> dict[str, Outcome]:
                     outcomes[running.pop(future)] = future.result()
         except BaseException:
             driver.stopping.set()  # the threads stop their attempts, and leaving the pool waits for them
+            try:
+                wait(running)
+            except KeyboardInterrupt:
+                driver.at_once.set()
             raise
     return outcomes
 
@@ -178,7 +186,7 @@ def _drive(driver: Driver, step: Step) -> Outcome:
             return Outcome("bad_input", attempt, error, log)
         if driver.stopping.is_set():
             if code == INTERRUPTED:
-                driver.tell(step, "interrupted", attempt=attempt)
+                driver.tell(step, "interrupted", attempt=attempt, error=error)
             else:  # it was killed, or failed, before it could release its lease
                 driver.tell(step, "interrupted", attempt=attempt, error=error)
                 release_for(driver.storage, step.folder, attempt)
@@ -255,7 +263,7 @@ def _attempt(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, An
     for event in _events(driver, child):
         kind = event.pop("event")
         progressed |= kind == "progress" and "waiting" not in event["values"]
-        if kind in ("started", "progress"):
+        if kind in ("started", "progress", "stopping"):
             driver.tell(step, kind, **event)
         else:
             last = event
@@ -271,7 +279,9 @@ def _attempt(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, An
 
 
 def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """The child's events until it ends; asks it to stop, then kills it, when the driver is stopping."""
+    """The child's events until it ends. When the driver is stopping it asks the child to, lets it save if it says that
+    it does, insists, and kills it.
+    """
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -281,12 +291,15 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    asked: float | None = None
+    deadline, saving = math.inf, False
     while True:
-        if driver.stopping.is_set() and asked is None:
+        if driver.stopping.is_set() and deadline == math.inf:
             child.terminate()
-            asked = time.monotonic()
-        if asked is not None and time.monotonic() - asked > STOP_GRACE_S:
+            deadline = time.monotonic() + STOP_GRACE_S
+        if saving and (driver.at_once.is_set() or time.monotonic() > deadline):
+            child.send_signal(AT_ONCE)
+            deadline, saving = time.monotonic() + STOP_GRACE_S, False
+        if time.monotonic() > deadline:
             child.kill()
         try:
             line = lines.get(timeout=0.2)
@@ -297,4 +310,9 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
             continue
         if line is None:
             return
-        yield json.loads(line)
+        event = json.loads(line)
+        if event["event"] == "stopping":
+            if driver.stopping.is_set():
+                deadline, saving = time.monotonic() + SAVE_GRACE_S, True
+            event["wait_s"] = SAVE_GRACE_S
+        yield event

@@ -23,8 +23,9 @@ from lt2_workflows.records import json_bytes
 
 PACKAGES = ("lt2", "lt2_platform", "lt2_workflows", "lt2_dashboards")
 RECORD = "workflow.json"
-# How long a cancelled job may take to save its records before Ray kills it; the executor itself allows 20 s.
-STOP_WAIT_S = 30
+# How long a cancelled job may take to save a checkpoint and its records before Ray kills it: the executor allows 60 s
+# for the one and 20 s for the other.
+STOP_WAIT_S = 90
 SECRET_NAME = re.compile(
     r"(SECRET|TOKEN(?!IZ)|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)", re.IGNORECASE
 )

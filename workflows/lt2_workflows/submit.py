@@ -132,7 +132,7 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], Any]) -
         time.sleep(0.5)
 
 
-def cancel(client: JobSubmissionClient, job: str, timeout_s: float = 60.0) -> bool:
+def cancel(client: JobSubmissionClient, job: str, timeout_s: float = 120.0) -> bool:
     """Stop the job and wait until all its processes are gone; False if it had ended. Its leases are released by then.
 
     Raises ConfigError when it does not end in time.

@@ -1,4 +1,4 @@
-"""Somebody wants this machine back: SIGTERM, or Ray's notice that a node is about to go."""
+"""Somebody wants this machine back: SIGTERM, Ctrl-C, or Ray's notice that a node is about to go."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _terminated = threading.Event()  # this process got SIGTERM; signals are a matte
 
 
 @contextmanager
-def on_sigterm() -> Iterator[Callable[[], int]]:
-    """What `lt2.training.train` takes as `stop`: asks to stop once SIGTERM has come; a second one ends the process.
+def on_signals() -> Iterator[Callable[[], int]]:
+    """What `lt2.training.train` takes as `stop`: asks to stop once SIGTERM or SIGINT (Ctrl-C) has come; another one of
+    the same ends the process.
 
     Signals belong to the main thread; in any other one this never asks.
     """
@@ -26,11 +27,12 @@ def on_sigterm() -> Iterator[Callable[[], int]]:
         yield lambda: 0
         return
     came = threading.Event()
-    before = _note_first(came)
+    before = {number: _note_first(came, number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield lambda: STOP if came.is_set() else 0
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ray_sigterm() -> Callable[[], int]:
@@ -47,18 +49,18 @@ def ray_sigterm() -> Callable[[], int]:
 
 
 def _note_sigterm(actor: Any) -> None:
-    _note_first(_terminated)
+    _note_first(_terminated, signal.SIGTERM)
 
 
-def _note_first(came: threading.Event) -> Any:
-    """Have the first SIGTERM set `came`, and a second one do what it does now; the handler that is there now."""
-    before = signal.getsignal(signal.SIGTERM)
+def _note_first(came: threading.Event, number: signal.Signals) -> Any:
+    """Have the first such signal set `came`, and a second one do what it does now; the handler that is there now."""
+    before = signal.getsignal(number)
 
     def note(signum: int, frame: Any) -> None:
         came.set()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
-    signal.signal(signal.SIGTERM, note)
+    signal.signal(number, note)
     return before
 
 

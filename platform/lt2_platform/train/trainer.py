@@ -19,7 +19,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from lt2.config import ConfigError
-from lt2.training import NonFiniteLossError, PreemptedError
+from lt2.training import STOP, NonFiniteLossError, PreemptedError
 from lt2_platform.cores import share
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
@@ -32,6 +32,7 @@ from lt2_platform.train.places import check_places, shortage, worker_request
 from lt2_platform.train.preemption import ray_notice, ray_sigterm
 from lt2_platform.train.run_folder import close_run, open_run, summary
 from lt2_platform.train.side_evaluation import SideEvaluations
+from lt2_platform.train.stopping import StopRequest, conveyed, requested
 from lt2_platform.train.wandb_sink import WandbMode, WandbSink
 from lt2_platform.train.worker import WorkerSpec
 
@@ -62,6 +63,7 @@ def pretrain(
     progress: Progress | None = None,
     sources: Sources | None = None,
     info: dict[str, Any] | None = None,
+    stop: StopRequest | None = None,
 ) -> dict[str, Any]:
     """Train on the packed dataset `data` into the folder `out`; returns the summary, also in `<out>/summary.json`.
 
@@ -73,9 +75,9 @@ def pretrain(
     start from or learn from other models. progress is called in a thread with {step, steps, loss, tokens_per_s, eta_s},
     before that once with {waiting} where other work has the places.
     data_reader: packed shards are read ahead by tasks of Ray Data, or by the workers themselves; the batches are the
-    same. Uses the running Ray, or a local one for the duration.
-    Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, and Ray's WorkerGroupError
-    when workers failed more than max_failures times.
+    same. Uses the running Ray, or a local one for the duration. stop: asks to save at the next step and to end there.
+    Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, PreemptedError when it ended as
+    `stop` asked, and Ray's WorkerGroupError when workers failed more than max_failures times.
     """
     spec = open_run(
         config,
@@ -94,14 +96,26 @@ def pretrain(
         evaluation.check(config.train)
     if (done := summary(spec)) is not None:
         return done
-    storage = Storage(spec.out)
+    storage, request = Storage(spec.out), stop or StopRequest()
+
+    def told(values: dict[str, Any]) -> None:
+        request.possible.set()
+        if progress is not None:
+            progress(values)
+
     with some_ray(None):
         scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu, progress)
-        with _followed(storage, progress), _evaluated(spec, evaluation, use_gpu):
+        with conveyed(request, storage), _followed(storage, told), _evaluated(spec, evaluation, use_gpu):
             settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb, "folder": os.getcwd()}
             threads = _threads(num_workers, cpus_per_worker)
-            while (result := _fit(settings, storage, scaling, threads, max_failures)) is None:
-                log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
+            while True:
+                try:
+                    result = _fit(settings, storage, scaling, threads, max_failures)
+                    break
+                except PreemptedError:
+                    if request.asked.is_set():
+                        raise
+                    log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
     return close_run(spec, result)
 
 
@@ -137,8 +151,8 @@ def _threads(num_workers: int, cpus_per_worker: float | None) -> int:
 
 def _fit(
     settings: dict[str, Any], storage: Storage, scaling: ScalingConfig, threads: int, max_failures: int
-) -> dict[str, Any] | None:
-    """One life of a worker group: the result, or None if it ended early because a worker was told to."""
+) -> dict[str, Any]:
+    """One life of a worker group; raises PreemptedError if it saved and ended early because it was told to."""
     # A new name per attempt: Ray must not resume anything on its own.
     name = f"attempt-{len(storage.list('ray')) + 1:04d}"
     filesystem, path = storage.arrow_fs("ray")
@@ -155,7 +169,9 @@ def _fit(
         raise ConfigError(outcome["message"])
     if outcome["error"] == "diverged":
         raise NonFiniteLossError(outcome["message"])
-    return None if outcome["error"] == "preempted" else outcome["summary"]
+    if outcome["error"] == "preempted":
+        raise PreemptedError(outcome["message"])
+    return outcome["summary"]
 
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
@@ -169,17 +185,18 @@ def _work(settings: dict[str, Any]) -> dict[str, Any]:
     sink = WandbSink(spec["run_id"], spec["out"], run, settings["wandb"] if first else "off")
     live = [LiveMetrics(spec["run_id"]), sink] if first else []
     try:
-        with sink:
+        # Rank 0's word stops all of them; a thousand need not ask the store.
+        with sink, requested(spec["out"]) if first else nullcontext(lambda: False) as asked:
             summary = worker.run(
                 WorkerSpec(**spec),
                 report=report_to_ray,
                 callbacks=live,
-                stop=lambda: max(notice(), sigterm()),
+                stop=lambda: max(notice(), sigterm(), STOP if asked() else 0),
                 reader=reader,
             )
         return {"error": None, "summary": summary}
-    except PreemptedError:
-        return {"error": "preempted"}
+    except PreemptedError as stopped:
+        return {"error": "preempted", "message": str(stopped)}
     except ConfigError as error:
         return {"error": "config", "message": str(error)}
     except NonFiniteLossError as error:
@@ -193,11 +210,8 @@ def report_to_ray(metrics: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _followed(storage: Storage, progress: Progress | None) -> Iterator[None]:
+def _followed(storage: Storage, progress: Progress) -> Iterator[None]:
     """Call `progress` with what rank 0 writes to `<out>/progress.json`, while the block runs."""
-    if progress is None:
-        yield
-        return
     stop = threading.Event()
     seen: dict[str, Any] = {}
 

@@ -35,7 +35,7 @@ from lt2_platform.train.config import Sources, check_workers
 from lt2_platform.train.evaluation_records import wanted
 from lt2_platform.train.feed import Feed, Reader
 from lt2_platform.train.observe import Observer
-from lt2_platform.train.preemption import on_sigterm
+from lt2_platform.train.preemption import on_signals
 from lt2_platform.train.profiling import traced
 from lt2_platform.train.rollback import Rollbacks
 from lt2_platform.train.saving import SaveCost, Saver
@@ -77,12 +77,13 @@ def run(
 
     report({"step", "loss", "checkpoint"}) tells the launcher of a checkpoint. It is called on all ranks together, for
     the last one and for others at least saving.REPORT_SECONDS apart. callbacks and stop: see lt2.training.train;
-    callbacks come after ours. Without stop, SIGTERM saves and raises PreemptedError, and another call does the rest.
+    callbacks come after ours. Without stop, SIGTERM or SIGINT saves and raises PreemptedError, and another call does
+    the rest.
     reader: who reads packed shards; None: this process.
     """
     config = TrainConfig.model_validate(spec.train)
     rollbacks = Rollbacks(spec.out, spec.storage_root, spec.run_id, config.rollbacks)
-    with nullcontext(stop) if stop else on_sigterm() as asked:
+    with nullcontext(stop) if stop else on_signals() as asked:
         while True:
             try:
                 return asdict(_train(spec, config, rollbacks.positions(), report, callbacks, asked, reader))

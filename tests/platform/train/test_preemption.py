@@ -66,7 +66,8 @@ def test_one_ranks_sigterm_saves_and_ends_all_ranks_and_nothing_is_lost(tmp_path
     assert all(torch.allclose(value, theirs[name], atol=1e-5) for name, value in weights(tmp_path / "run").items())
 
 
-def test_the_torchrun_script_ends_with_143_and_the_same_command_goes_on(tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_the_torchrun_script_ends_with_143_and_the_same_command_goes_on(tmp_path, name):
     expected, theirs = whole_run(tmp_path)
     (tmp_path / "config.json").write_text(pretrain_config(**CONFIG).model_dump_json())
     code = "import os, runpy, signal, sys\n"
@@ -74,7 +75,7 @@ def test_the_torchrun_script_ends_with_143_and_the_same_command_goes_on(tmp_path
     code += "step = worker.Logger.on_step\n"
     code += "def on_step(self, state, metrics):\n"
     code += "    step(self, state, metrics)\n"
-    code += "    if state.step == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
+    code += f"    if state.step == 3: os.kill(os.getpid(), signal.{name})\n"
     code += "worker.Logger.on_step = on_step\n"
     code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", code, ROOT / "scripts/train_torchrun.py", "--config", tmp_path / "config.json"]

@@ -14,11 +14,12 @@ import ray
 import torch
 
 from lt2.config import ConfigError
-from lt2.training import NonFiniteLossError
+from lt2.training import NonFiniteLossError, PreemptedError
 from lt2_platform.results import ResultsStore
 from lt2_platform.results_parts import list_parts
 from lt2_platform.storage import Storage
 from lt2_platform.train import checkpoint, trainer, worker
+from lt2_platform.train.stopping import StopRequest
 from lt2_platform.train.trainer import PretrainConfig, pretrain
 from tests.platform.train.packed import MODEL, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run
@@ -157,6 +158,28 @@ def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, l
     writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
     assert writers == {"0001", "0002"}
     assert not Path("/proc", str(told[0])).exists()
+
+
+def test_a_request_to_stop_saves_and_ends_the_run_and_the_same_call_goes_on(tmp_path, on_ranks, local_ray, monkeypatch):
+    monkeypatch.setattr(trainer, "_work", slow_work)
+    write_dataset(tmp_path / "data")
+    stop = StopRequest()
+
+    def ask():
+        stop.possible.wait()
+        stop.asked.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    with pytest.raises(
+        PreemptedError, match=rf"^stopped as asked after step \d+ of {STEPS}, which is saved$"
+    ) as stopped:
+        run(tmp_path, config(checkpoint_every=None), stop=stop)
+    step = int(str(stopped.value).split()[5])
+    assert checkpoint.complete(str(tmp_path / "run/checkpoints")) == [f"step-{step:08d}"]
+    assert not stop.possible.is_set()
+    # An earlier request does not stop it.
+    assert run(tmp_path, config(checkpoint_every=None), stop=StopRequest())["step"] == STEPS
+    assert_equal_runs(tmp_path, on_ranks)
 
 
 DRIVER = """

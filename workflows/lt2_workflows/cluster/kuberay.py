@@ -115,10 +115,10 @@ def _environment(settings: ClusterSettings) -> list[dict[str, str]]:
 
 
 def ray_environment(settings: ClusterSettings) -> dict[str, str]:
-    """What Ray's processes need on every kind of cluster: the Train page, Grafana, and time to release leases."""
+    """What Ray's processes need on every kind of cluster: the Train page, Grafana, and time to save before an end."""
     return {
         "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-        "RAY_JOB_STOP_WAIT_TIME_S": "30",
+        "RAY_JOB_STOP_WAIT_TIME_S": "90",
         "RAY_PROMETHEUS_HOST": settings.metrics.prometheus,
         "RAY_GRAFANA_HOST": settings.metrics.grafana,
     }

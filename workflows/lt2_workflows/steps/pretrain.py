@@ -146,5 +146,6 @@ def train_options(resources: TrainResources, context: StepContext) -> dict[str, 
         "data_reader": resources.data_reader,
         "wandb": resources.wandb,
         "progress": context.progress,
+        "stop": context.stop,
         "info": {"workflow": context.workflow.id, "step": context.step.id, **provenance()},
     }
