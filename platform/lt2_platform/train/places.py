@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 
 from lt2.config import ConfigError
 
@@ -26,7 +27,7 @@ def worker_request(num_workers: int, cpus_per_worker: float | None, use_gpu: boo
 
 def places(request: Request) -> int:
     """How many workers that each ask for `request` the cluster's nodes hold when nothing else runs."""
-    return sum(min(_times(node, name, amount) for name, amount in request.items()) for node in _nodes())
+    return _room([node["Resources"] for node in _nodes()], request)
 
 
 def check_places(least: int, request: Request, lower: str) -> None:
@@ -49,11 +50,15 @@ def check_places(least: int, request: Request, lower: str) -> None:
 
 def shortage(least: int, request: Request) -> str | None:
     """Why `least` workers must wait for others to end; None if nothing says that they must."""
-    free = ray.available_resources()
-    if all(free.get(name, 0) >= least * amount for name, amount in request.items()):
+    free = list(available_resources_per_node().values())
+    room = _room(free, request)
+    if room >= least:
         return None
-    left = {name: free.get(name, 0) for name in request}
-    return f"waiting for {_counted(least, 'place')} of {describe(request)}: {describe(left)} free"
+    left = {name: sum(node.get(name, 0) for node in free) for name in request}
+    why = f"waiting for {_counted(least, 'place')} of {describe(request)}: {describe(left)} free"
+    if all(left[name] >= least * amount for name, amount in request.items()):
+        return f"{why}, but in pieces: its nodes have room for {room}"
+    return why
 
 
 def describe(amounts: Request) -> str:
@@ -65,8 +70,12 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _times(node: Mapping[str, Any], name: str, amount: float) -> int:
-    return round(node["Resources"].get(name, 0) * UNITS) // max(1, round(amount * UNITS))
+def _room(nodes: Sequence[Request], request: Request) -> int:
+    return sum(min(_times(node, name, amount) for name, amount in request.items()) for node in nodes)
+
+
+def _times(node: Request, name: str, amount: float) -> int:
+    return round(node.get(name, 0) * UNITS) // max(1, round(amount * UNITS))
 
 
 def _counted(amount: float, thing: str) -> str:

@@ -3,6 +3,7 @@
 import pytest
 import ray
 
+import lt2_platform.train.places
 from lt2.config import ConfigError
 from lt2_platform.train import trainer
 from lt2_platform.train.places import check_places, places, shortage, worker_request
@@ -10,15 +11,16 @@ from lt2_platform.train.places import check_places, places, shortage, worker_req
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """A function that makes `ray.nodes` and `ray.available_resources` answer for nodes with these resources."""
+    """A function that makes Ray answer for nodes with these resources, of which these are free."""
 
-    def make(*nodes, free=None):
+    def make(*nodes, free=()):
         found = [
             {"NodeID": f"{i}", "NodeManagerHostname": f"node{i}", "Alive": node is not None, "Resources": node or {}}
             for i, node in enumerate(nodes)
         ]
         monkeypatch.setattr(ray, "nodes", lambda: found)
-        monkeypatch.setattr(ray, "available_resources", lambda: free or {})
+        left = {str(i): node for i, node in enumerate(free)}
+        monkeypatch.setattr(lt2_platform.train.places, "available_resources_per_node", lambda: left)
 
     return make
 
@@ -64,8 +66,18 @@ def test_a_worker_takes_half_a_cpu_where_they_are_scarce(cluster):
 
 def test_a_busy_cluster_is_named_once(cluster):
     heard = []
-    cluster({"CPU": 2}, {"CPU": 2}, free={"CPU": 1})
+    cluster({"CPU": 2}, {"CPU": 2}, free=[{"CPU": 1}, {}])
     trainer._scaling(2, None, 1, False, heard.append)
     assert heard == [{"waiting": "waiting for 2 places of 1 CPU: 1 CPU free"}]
     assert shortage(1, {"CPU": 1}) is None
     assert shortage(1, {"CPU": 1, "GPU": 1}) == "waiting for 1 place of 1 CPU and 1 GPU: 1 CPU and 0 GPUs free"
+
+
+def test_a_wait_for_free_places_that_are_in_pieces_is_told_too(cluster):
+    heard = []
+    cluster({"CPU": 4}, {"CPU": 4}, free=[{"CPU": 3, "memory": 9}, {"CPU": 1}])
+    trainer._scaling(2, None, 2, False, heard.append)
+    said = "waiting for 2 places of 2 CPUs: 4 CPUs free, but in pieces: its nodes have room for 1"
+    assert heard == [{"waiting": said}]
+    assert shortage(1, {"CPU": 2}) is None
+    assert shortage(3, {"CPU": 2}) == "waiting for 3 places of 2 CPUs: 4 CPUs free"
