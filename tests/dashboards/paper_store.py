@@ -55,6 +55,13 @@ def scores(ppl: float, accuracy: float | None, parameters: int) -> list[dict[str
     return rows
 
 
+def reasoning(score: float, parameters: int) -> list[dict[str, Any]]:
+    metrics = {"gsm8k": "exact_match/strict-match", "minerva_math": "math_verify", "mmlu": "acc"}
+    rows = [{"task": task, "metric": metric, "value": score} for task, metric in metrics.items()]
+    rows += [{"task": "gsm8k", "metric": "exact_match/flexible-extract", "value": 0.99}]
+    return [row | {"parameters": parameters} for row in rows]
+
+
 def cells(rates: dict[tuple[int, int], float | None]) -> list[dict[str, Any]]:
     """Throughput rows: {(batch, context): tokens/s, or None where memory ran out}."""
     return [
@@ -107,5 +114,10 @@ def fill_paper(root: Path) -> ResultsStore:
     kl = [{"task": "distillation", "metric": "teacher_kl", "value": 0.25, "teacher": "plain", "n": 10}]
     kept = {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [0]}
     add(store, "student", kept, at=50.0, distillation=kl, validation=scores(26.0, 0.15, 600))
+    for name, size, score in (("Smol-1B", 1e9, 0.2), ("Large-4B", 4e9, 0.5)):
+        run = f"eval-{name}-12345678"
+        store.create_run(run, {"config": {"evaluated": f"/models/{name}"}}, clock=Clock(20.0)).close()
+        store.log_eval(run, "validation", reasoning(score, int(size)))
+    store.log_eval("hybrid-a", "validation", reasoning(0.4, 1000))
     store.log_eval("teacher", "validation", scores(8.0, 0.6, 2000))  # a model from elsewhere is no run
     return store

@@ -48,7 +48,7 @@ def series(found: Figure, name: str) -> list[dict]:
 
 
 NEEDS_PARAMETERS = {"curves"}
-PRODUCED_ELSEWHERE = {"cost_vs_length", "sweep"}  # drawn from settings and from any runs
+PRODUCED_ELSEWHERE = {"cost_vs_length", "layouts", "sweep"}  # drawn from settings and from any runs
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - NEEDS_PARAMETERS))
@@ -288,6 +288,32 @@ def test_state_recall_by_architecture_and_loops(source):
     assert ours(found) == [["NSA", "this store", 2, 2, 16, "recall-2"]]
     assert ["Hybrid (GDN+Window)", "paper", 8, 5, 128, None] in found.rows
     assert ["Transformer", "paper", "best", 4, 64, None] in found.rows
+
+
+def test_quality_by_parameters_on_reasoning_with_models_of_elsewhere(source):
+    found = figure(source, "pareto", quality="reasoning")
+    assert sorted(found.rows) == [
+        ["eval-Large-4B-12345678", "this store", "models of elsewhere", 4e9, pytest.approx(50.0)],
+        ["eval-Smol-1B-12345678", "this store", "models of elsewhere", 1e9, pytest.approx(20.0)],
+        ["hybrid-a", "this store", "Looped Hybrid (Full+GDN)", 1000.0, pytest.approx(40.0)],
+    ]
+    (line,) = series(found, "this store, frontier")
+    assert line["data"][:2] == [[1000.0, 40.0], [4e9, 50.0]]
+    empty = figure(source, "pareto", quality="average")
+    assert "models of elsewhere" not in {row[2] for row in empty.rows}
+
+
+def test_layouts_show_every_loop_and_layer(source):
+    found = figure(source, "layouts", runs="narrowing,hybrid-a")
+    rows = {(row[0], row[2]): row[4] for row in found.rows}
+    assert rows["Depth-level (Full+GDN, 1:4)", 4] == "16 GDN, 4 Full"
+    assert rows["Loop-level, coarse to fine", 2] == "20 Window 512"
+    assert rows["narrowing", 4] == "5 Window 16"
+    assert rows["hybrid-a", 1] == "4 GDN, 1 Full"
+    panel = found.option["panels"]["titles"].index("hybrid-a")
+    drawn = {each["name"]: each["data"] for each in found.option["series"] if each["xAxisIndex"] == panel}
+    assert [cell["value"] for cell in drawn["Full"]] == [["5", f"loop {loop}"] for loop in (1, 2, 3, 4)]
+    assert len(drawn["GDN"]) == 16
 
 
 def test_recall_and_ruler(source):

@@ -13,6 +13,7 @@ from lt2_dashboards.figures.curves import curves
 from lt2_dashboards.figures.distillation import distillation
 from lt2_dashboards.figures.downstream import downstream
 from lt2_dashboards.figures.figure import Figure, draw
+from lt2_dashboards.figures.layouts import layouts
 from lt2_dashboards.figures.quality import depth, pareto
 from lt2_dashboards.figures.recall import long_context, ruler
 from lt2_dashboards.figures.state_recall import state_recall
@@ -24,7 +25,7 @@ GROUPS = {
     "Quality": (pareto, downstream, depth),
     "Ablations": (hybrid, output_gate, sweep),
     "Efficiency": (throughput, cost_vs_length, layer_cost),
-    "Looping": (stability, loop_diagnostics, state_recall),
+    "Looping": (layouts, stability, loop_diagnostics, state_recall),
     "Long context": (long_context, ruler),
     "Distillation": (distillation,),
     "Training": (curves,),

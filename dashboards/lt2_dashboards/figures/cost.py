@@ -33,9 +33,9 @@ def cost_vs_length(source: Source, *, runs: list[str] | None = None) -> Figure:
     Computed, not measured: from the accounting, for the paper's four candidates at its 1.3B sizes (d = 2048, 20 layers,
     T = 4; T = 1 for the Transformer) and for runs of this store (default: its newest architectures).
     """
-    reference = {"Transformer": _paper_model("Looped Transformer", n_loops=1)}
-    reference |= {name: _paper_model(name, n_loops=4) for name in PAPER_LAYOUTS}
-    ours, problems = _own_models(source, runs)
+    reference = {"Transformer": paper_model("Looped Transformer", n_loops=1)}
+    reference |= {name: paper_model(name, n_loops=4) for name in PAPER_LAYOUTS}
+    ours, problems = own_models(source, runs)
     flops = Panel("token mixers, forward FLOPs per sequence", by_length("tokens", LENGTHS), {"type": "log"})
     cache = Panel("decode cache, bytes per sequence (bf16)", by_length("tokens", LENGTHS), {"type": "log"})
     rows: list[list[Any]] = []
@@ -69,14 +69,14 @@ def cache_bytes(model: ModelConfig, seq_len: int) -> int:
     return sum(prod(shape) * ITEMSIZE[kind] for spec in specs for shape, kind in spec.values())
 
 
-def _paper_model(name: str, *, n_loops: int) -> ModelConfig:
+def paper_model(given: str | dict[str, Any], *, n_loops: int) -> ModelConfig:
+    """The paper's 1.3B with a layout, or with that of one of its candidates by name."""
+    mixing = PAPER_LAYOUTS[given] if isinstance(given, str) else given
     sizes = {"vocab_size": 128_256, "dim": 2048, "n_layers": 20, "num_heads": 16, "n_loops": n_loops}
-    return ModelConfig.model_validate(
-        {**sizes, "layout": PAPER_LAYOUTS[name], "tie_embeddings": True, "max_seq_len": LENGTHS[-1]}
-    )
+    return ModelConfig.model_validate({**sizes, "layout": mixing, "tie_embeddings": True, "max_seq_len": LENGTHS[-1]})
 
 
-def _own_models(source: Source, runs: list[str] | None) -> tuple[dict[str, ModelConfig], list[str]]:
+def own_models(source: Source, runs: list[str] | None) -> tuple[dict[str, ModelConfig], list[str]]:
     """{run: its model}, and what could not be read: a store may have mixers that this process does not know."""
     snapshot = source.snapshot()
     if runs is None:

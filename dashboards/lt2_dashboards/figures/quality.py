@@ -2,67 +2,98 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from lt2_dashboards.figures.ablations import AXES, Quality, value_of
+from lt2_dashboards.figures.ablations import AXES
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import DOWNSTREAM, mean_of_tasks
 from lt2_dashboards.figures.series import line, points
-from lt2_dashboards.figures.store import evaluated, rows_of
+from lt2_dashboards.figures.store import Evaluated, evaluated, rows_of
 from lt2_dashboards.queries import Source
 
 NOMINAL = {"0.6B": 0.6e9, "1.3B": 1.3e9}
+REASONING = {
+    "gsm8k": ("exact_match/strict-match", "exact_match"),
+    "minerva_math": ("math_verify", "exact_match"),
+    "mmlu": ("acc",),
+}
+SCORES = {**AXES, "reasoning": "average of gsm8k, minerva_math and mmlu (%)"}
+SUITE = {"average": "core", "perplexity": "core", "reasoning": "reasoning"}
+ELSEWHERE = "models of elsewhere"
 Point = tuple[str, str, float, float]  # model, architecture, parameters, quality
 
 
-def pareto(source: Source, *, quality: Quality = "average") -> Figure:
+def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoning"] = "average") -> Figure:
     """Quality by number of parameters, with the frontier: models that no smaller one beats.
 
     The average is over the paper's eight tasks. The paper's models (Table 2) stand at their nominal 0.6B and 1.3B.
+    Released models that `lt2 eval` was given as folders stand beside the runs of this store.
     """
     found = evaluated(source.snapshot())
     ours = [
-        (run.run, kind.title if (kind := run.architecture) else "unknown", float(run.parameters), value)
+        (run.run, _kind(run), float(run.parameters), value)
         for run in found
-        if run.parameters and (value := value_of(run, quality)) is not None
+        if run.parameters and (value := _score(run, quality)) is not None
     ]
     paper = [
         (model, model, NOMINAL[size], row[0] if quality == "perplexity" else mean_of_tasks(row))
         for size, models in DOWNSTREAM.items()
         for model, row in models.items()
-        if row is not None
+        if row is not None and quality != "reasoning"
     ]
     better = min if quality == "perplexity" else max
-    kinds = sorted({kind for _, kind, *_ in ours})
-    series = [points("paper", _points(paper), symbolSize=8), _frontier("paper, frontier", paper, better, None)]
+    kinds = sorted({kind for _, kind, *_ in ours}, key=lambda kind: (kind == ELSEWHERE, kind))
+    series = []
+    if paper:
+        series = [points("paper", _points(paper), symbolSize=8), _frontier("paper, frontier", paper, better, None)]
     for position, kind in enumerate(kinds):
         data = _points([point for point in ours if point[1] == kind])
         series.append(points(kind, data, position, symbol="diamond", symbolSize=12, z=4))
     if len(ours) > 1:
         series.append(_frontier("this store, frontier", ours, better, len(kinds)))
-    other = "perplexity" if quality == "average" else "average"
     notes = ["Paper: Table 2 at nominal sizes; averages are recomputed from the eight tasks."]
     if quality == "perplexity":
         notes.append("Perplexities compare only between models of one tokenizer and one held-out text.")
-    if not ours and (others := sum(value_of(run, other) is not None for run in found)):
-        notes.append(f"{others} runs have the {other}: quality={other} shows them.")
+    if quality == "reasoning":
+        notes = [
+            "Paper: Figure 1 (right) compares the distilled 1.4B with released models of 1B to 4B and prints no "
+            "numbers. gsm8k counts by its strict match, minerva_math as math-verify judges."
+        ]
+    if not ours:
+        others = {each: sum(_score(run, each) is not None for run in found) for each in SCORES if each != quality}
+        notes += [
+            f"{count} runs have the {each}: quality={each} shows them." for each, count in others.items() if count
+        ]
     table = [[run, "this store", kind, size, value] for run, kind, size, value in ours]
     table += [[model, "paper", kind, size, value] for model, kind, size, value in paper]
     option = {
         "xAxis": {"type": "log", "name": "parameters"},
-        "yAxis": {"type": "value", "name": AXES[quality], "scale": True},
+        "yAxis": {"type": "value", "name": SCORES[quality], "scale": True},
         "series": series,
         "tooltip": {"trigger": "item"},
         "legend": {"show": True},
+        "empty": None if series else "No run has all three reasoning tasks yet.",
     }
     return Figure(
-        f"Quality by parameters: {AXES[quality]}",
+        f"Quality by parameters: {SCORES[quality]}",
         option,
         ["model", "source", "architecture", "parameters", quality],
         lambda: table,
         notes,
-        produce="" if ours else "lt2 eval RUN --pack PACK --suite core",
+        produce="" if ours else f"lt2 eval RUN --pack PACK --suite {SUITE[quality]}",
     )
+
+
+def _score(run: Evaluated, quality: str) -> float | None:
+    if quality == "perplexity":
+        return run.perplexity
+    return run.average if quality == "average" else run.mean(REASONING)
+
+
+def _kind(run: Evaluated) -> str:
+    if kind := run.architecture:
+        return kind.title
+    return ELSEWHERE if "evaluated" in run.config else "unknown"
 
 
 def _points(found: list[Point]) -> list[dict[str, Any]]:

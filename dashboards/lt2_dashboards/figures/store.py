@@ -100,6 +100,11 @@ class Evaluated:
         values = [value for task in TASKS if (value := self.accuracy(task)) is not None]
         return math.fsum(values) / len(values) if len(values) == len(TASKS) else None
 
+    def mean(self, tasks: Mapping[str, Iterable[str]]) -> float | None:
+        """Mean percent over `tasks`, each by the first of its metrics that the run has; None unless all are there."""
+        values = [value for task, metrics in tasks.items() if (value := self.percent(task, *metrics)) is not None]
+        return math.fsum(values) / len(values) if len(values) == len(tasks) else None
+
 
 def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Evaluated]:
     """The runs with evaluations at their own depth, newest first; `runs` limits and orders them.
