@@ -295,7 +295,7 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
     while True:
         if driver.stopping.is_set() and deadline == math.inf:
             child.terminate()
-            deadline = time.monotonic() + STOP_GRACE_S
+            deadline = time.monotonic() + (SAVE_GRACE_S if saving else STOP_GRACE_S)
         if saving and (driver.at_once.is_set() or time.monotonic() > deadline):
             child.send_signal(AT_ONCE)
             deadline, saving = time.monotonic() + STOP_GRACE_S, False
@@ -312,7 +312,7 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
             return
         event = json.loads(line)
         if event["event"] == "stopping":
-            if driver.stopping.is_set():
-                deadline, saving = time.monotonic() + SAVE_GRACE_S, True
-            event["wait_s"] = SAVE_GRACE_S
+            saving, event["wait_s"] = True, SAVE_GRACE_S
+            if deadline != math.inf:  # of a cancelled job, Ray may have told the child before we did
+                deadline = time.monotonic() + SAVE_GRACE_S
         yield event
