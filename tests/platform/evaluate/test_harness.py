@@ -228,7 +228,7 @@ def test_few_shot_examples_need_a_training_split(tmp_path, pack):
 
 def test_data_frozen_for_another_tokenizer_is_refused(tmp_path):
     class Other(ByteTokenizer):
-        name, sha256 = "other", "1" * 64
+        name, sha256, vocabulary = "other", "1" * 64, "1" * 64
 
     place = str(tmp_path / "pack")
     packs.build(place, write(tmp_path, mine=choices()), tokenizer=Other())
