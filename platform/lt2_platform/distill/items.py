@@ -54,7 +54,10 @@ def make_pack(
 def continuations(
     dataset: PackedDataset, tokenizer: Tokenizer, part: HeldOut, items: int, context: int, length: int, seed: int
 ) -> pa.Table:
-    """Rows {query, choices, gold}: `context` tokens of a held-out document, and which `length` tokens come next."""
+    """Rows {query, choices, gold}: `context` tokens of a held-out document, and which `length` tokens come next.
+
+    They are spread evenly over the part of the held-out rows.
+    """
     pieces = list(_pieces(dataset, held_out_rows(dataset, part), context + length, seed))
     if len(pieces) < CHOICES:
         raise ConfigError(
@@ -62,7 +65,8 @@ def continuations(
             "a larger validation_fraction, or make items shorter"
         )
     rows: list[dict[str, Any]] = []
-    for index in range(min(items, len(pieces))):
+    count = min(items, len(pieces))
+    for index in (place * len(pieces) // count for place in range(count)):  # of all documents, not the first few
         rng = random.Random(f"{seed}/{index}")
         others = rng.sample([piece for place, piece in enumerate(pieces) if place != index], CHOICES - 1)
         choices = [tokenizer.decode(piece[context:].tolist()) for piece in (pieces[index], *others)]

@@ -79,6 +79,14 @@ def test_items_are_taken_from_the_asked_part_of_the_held_out_rows(dataset):
     assert not all(item["query"] in text for item in everything)
 
 
+def test_items_are_spread_over_all_documents(dataset):
+    everything = continuations(dataset, load_tokenizer("byte"), "all", 1000, 60, 12, 0).to_pylist()
+    few = continuations(dataset, load_tokenizer("byte"), "all", 4, 60, 12, 0).to_pylist()
+    places = [[item["query"] for item in everything].index(item["query"]) for item in few]
+    assert places == [place * len(everything) // 4 for place in range(4)]
+    assert places[-1] >= len(everything) // 2
+
+
 def test_a_pack_of_items_and_needles(dataset, tmp_path):
     names = make_pack(
         dataset.uri,

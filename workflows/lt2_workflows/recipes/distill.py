@@ -112,7 +112,7 @@ def distill_small() -> Workflow:
         "stage2": "selected",
         "stage3": "stage 3",
     }
-    perplexity = PerplexityConfig(max_sequences=256, held_out="report")
+    perplexity = PerplexityConfig(held_out="report", batch_size=32)
     tasks = (perplexity, HarnessConfig(tasks=("continuation", *NEEDLES), batch_size=20))
     for name in names:
         steps[f"evaluate-{name}"] = EvaluateStep(
