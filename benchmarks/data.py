@@ -30,7 +30,7 @@ def write_corpus(path: Path, size: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from lt2_platform.data.sources import find_files
+    from lt2_platform.data.sources.listing import find_files
 
     text = "".join(Path(file.path).read_text(errors="replace") for file in find_files("python-stdlib"))
     text = (text * (size // len(text) + 1))[:size]
@@ -205,7 +205,7 @@ def on_the_fly_rows(folder: Path, corpus: Path, tokenizer: str, repeats: int) ->
     from comparison import row
     from datasets import load_dataset
 
-    from lt2_platform.data.live import LiveDataset
+    from lt2_platform.data.live.live import LiveDataset
     from lt2_platform.data.prepare import PrepareConfig, prepare
 
     uri, encoders = str(folder / "live"), _plain_encoder(tokenizer)

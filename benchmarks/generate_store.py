@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lt2_platform.results import ResultsStore
-from lt2_platform.results_curves import ROWS, downsample, encode
-from lt2_platform.results_index import publish
-from lt2_platform.results_parts import part_name
-from lt2_platform.results_tables import RunInfo, tables
+from lt2_platform.results.curves import ROWS, downsample, encode
+from lt2_platform.results.index import publish
+from lt2_platform.results.parts import part_name
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.results.tables import RunInfo, tables
 from lt2_platform.storage import Storage
 
 DISTINCT = 50

@@ -25,7 +25,7 @@ def curves(runs: int, steps: int) -> Iterator[tuple[str, float, dict[str, np.nda
 
 
 def write_ours(root: Path, runs: int, steps: int) -> None:
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
 
     store = ResultsStore(Storage(str(root)))

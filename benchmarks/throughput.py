@@ -24,8 +24,8 @@ from typing import Any, Literal
 from benchmarks.comparison import machine, print_rows, row, write_rows
 from lt2.config import ModelConfig
 from lt2_platform.evaluate.config import ThroughputConfig
-from lt2_platform.evaluate.throughput_cells import Cell, frontier, measured
-from lt2_platform.results import ResultsStore
+from lt2_platform.evaluate.throughput.cells import Cell, frontier, measured
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.recipes.models import paper_model
 

@@ -7,7 +7,7 @@ own default of 15 makes them yield to anything else on the machine, which would 
 read the CPU time: Linux divides the cores among sessions, and the two sides do not have the same ones.
 
 The plain loop is what one would write for the same model in one process (forward, cross entropy over all logits,
-backward, clip_grad_norm_, AdamW), on the same batches, in turns with lt2.training.train.
+backward, clip_grad_norm_, AdamW), on the same batches, in turns with lt2.train.loop.train.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ def measure_plain(steps: int, dim: int) -> dict[str, list[tuple[float, float]]]:
     from torch.nn import functional as F
 
     from lt2.config import ModelConfig
-    from lt2.loss import next_token_objective
     from lt2.model import build
-    from lt2.optim import adamw
-    from lt2.training import Batch, TrainConfig, TrainState, train
+    from lt2.train.loop import Batch, TrainConfig, TrainState, train
+    from lt2.train.loss import next_token_objective
+    from lt2.train.optim import adamw
 
     torch.set_num_threads(1)
     config = ModelConfig.model_validate({"vocab_size": 259, **model_fields(dim)})
@@ -225,7 +225,7 @@ def main() -> None:
         for clock, name in enumerate(("train step, 1 process", "train step, 1 process, CPU time")):
             ours, peer = (1e3 * statistics.median(t[clock] for t in plain[side]) for side in plain)
             rows.append(row(name, size, ours, "plain loop", peer, "ms"))
-            print(f"{size}: {name}: lt2.training.train {100 * (ours / peer - 1):+.1f} % beside a plain loop")
+            print(f"{size}: {name}: lt2.train.loop.train {100 * (ours / peer - 1):+.1f} % beside a plain loop")
         write_rows(rows, arguments.json)  # a size takes minutes; what is measured is kept
     print_rows(rows)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lt2 import accounting
+from lt2.analysis import accounting
 from lt2.config import HybridLayout, ModelConfig
 from lt2.layout import layout
 from lt2_workflows.recipes.models import ROWS, SCALES, Scale, paper_model

@@ -25,17 +25,17 @@ import s3fs
 import torch
 from aiobotocore.client import AioBaseClient
 
-from lt2.accounting import PEAK_FLOPS, parameters, training_flops
+from lt2.analysis.accounting import PEAK_FLOPS, parameters, training_flops
 from lt2.config import ModelConfig
 from lt2.model import build
-from lt2.optim import adamw
-from lt2.training import TrainState
-from lt2_platform.results import FLUSH_SECONDS, ResultsStore
+from lt2.train.loop import TrainState
+from lt2.train.optim import adamw
+from lt2_platform.results.store import FLUSH_SECONDS, ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint
-from lt2_workflows.executor import TTL_S
+from lt2_platform.train.checkpoints import checkpoint
+from lt2_workflows.engine.executor import TTL_S
+from lt2_workflows.engine.records import Lease
 from lt2_workflows.recipes.models import Scale, paper_model
-from lt2_workflows.records import Lease
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scale.md"
 BUCKET = "scale"

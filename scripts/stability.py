@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from lt2.config import ModelConfig
-from lt2.loss import next_token_objective
 from lt2.model import build
-from lt2.optim import adamw, warmup_cosine
-from lt2.training import Batch, NonFiniteLossError, TrainConfig, TrainState, train
+from lt2.train.loop import Batch, NonFiniteLossError, TrainConfig, TrainState, train
+from lt2.train.loss import next_token_objective
+from lt2.train.optim import adamw, warmup_cosine
 
 ROOT = Path(__file__).parents[1]
 MIXERS: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ def architecture(mixer: str) -> dict[str, Any]:
 
 def store(root: str, run: dict[str, Any]) -> None:
     """One run of a results store with its loss and gradient norm of every step."""
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
 
     config = {"model": architecture(run["mixer"]), "train": {"lr": run["lr"], "steps": run["steps"]}}

@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "platform")]
 
 from lt2.config import ConfigError, explain  # noqa: E402
-from lt2.training import PreemptedError  # noqa: E402
+from lt2.train.loop import PreemptedError  # noqa: E402
 from lt2_platform.storage import default_root  # noqa: E402
 from lt2_platform.train import run_folder, worker  # noqa: E402
 from lt2_platform.train.config import PretrainConfig  # noqa: E402
-from lt2_platform.train.wandb_sink import WandbSink  # noqa: E402
+from lt2_platform.train.reporting.wandb_sink import WandbSink  # noqa: E402
 
 
 def main() -> int:

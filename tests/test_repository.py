@@ -22,8 +22,9 @@ def test_lt2_imports_and_trains_without_ray():
     """The GPU check and torchrun users have no Ray: importing the training path must not ask for it."""
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "import lt2.training, lt2.parallel, lt2.loss, lt2.optim, lt2.generate, lt2.decode\n"
-        "import lt2_platform.train.checkpoint, lt2_platform.data.stream, lt2_platform.evaluate.throughput\n"
+        "import lt2.train.loop, lt2.train.parallel, lt2.train.loss, lt2.train.optim, lt2.generate, lt2.decode\n"
+        "import lt2_platform.train.checkpoints.checkpoint, lt2_platform.data.stream\n"
+        "import lt2_platform.evaluate.throughput.task\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -16,13 +16,13 @@ import torch._inductor.config
 
 from benchmarks.gpu.device import copy_bandwidth, device, median_seconds, quiet, stopwatch
 from benchmarks.gpu.models import model_config
-from lt2.accounting import cache_table
+from lt2.analysis.accounting import cache_table
+from lt2.analysis.timing import random_model
 from lt2.config import ModelConfig
 from lt2.decode import DecodeStep, merge_projections
 from lt2.generate import generate
 from lt2.model import LoopedLM
-from lt2.parallel import wrap_blocks
-from lt2.timing import random_model
+from lt2.train.parallel import wrap_blocks
 
 
 def inference_model(config: ModelConfig, *, compile: bool) -> LoopedLM:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lt2.timing import repeat_seconds
+from lt2.analysis.timing import repeat_seconds
 
 
 def device() -> torch.device:

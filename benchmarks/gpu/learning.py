@@ -20,10 +20,10 @@ import torch
 from benchmarks.gpu.device import device
 from benchmarks.gpu.models import FULL, GDN, hybrid, model_config, uniform
 from lt2.config import ModelConfig
-from lt2.loss import next_token_objective
 from lt2.model import build
-from lt2.optim import adamw, warmup_cosine
-from lt2.training import Batch, TrainConfig, TrainState, train
+from lt2.train.loop import Batch, TrainConfig, TrainState, train
+from lt2.train.loss import next_token_objective
+from lt2.train.optim import adamw, warmup_cosine
 from lt2_platform.evaluate import state_recall_programs as recall
 from lt2_platform.evaluate.config import StateRecallConfig
 

@@ -1,4 +1,4 @@
-"""Training throughput of looped stacks at 4096 tokens: whole optimizer steps through lt2.training, beside fla's layers.
+"""Training throughput of looped stacks at 4096 tokens: whole steps through lt2.train.loop, beside fla's layers.
 
 MFU counts forward and backward once (recomputation is not useful work) over the measured matmul ceiling and over the
 card's nominal 989 TFLOP/s.
@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from benchmarks.gpu.device import device, matmul_flops, stopwatch
 from benchmarks.gpu.models import model_config
-from lt2.accounting import parameters, training_flops
+from lt2.analysis.accounting import parameters, training_flops
+from lt2.analysis.timing import random_model
 from lt2.config import ModelConfig
 from lt2.layout import layout
-from lt2.loss import next_token_objective
 from lt2.memory import plan_memory
 from lt2.ops import gated_delta_rule
-from lt2.optim import adamw, warmup_cosine
-from lt2.parallel import shard, wrap_blocks
-from lt2.timing import random_model
-from lt2.training import Batch, TrainConfig, TrainState, train
+from lt2.train.loop import Batch, TrainConfig, TrainState, train
+from lt2.train.loss import next_token_objective
+from lt2.train.optim import adamw, warmup_cosine
+from lt2.train.parallel import shard, wrap_blocks
 
 NOMINAL_FLOPS = 989e12
 PEERS = ("full", "gdn", "kda", "full+gdn")

@@ -12,7 +12,7 @@ from typing import Any
 
 from lt2_dashboards.records import Records, checked, is_name
 from lt2_dashboards.steps import spec_path, step_states
-from lt2_platform.results_parts import read_many
+from lt2_platform.results.parts import read_many
 from lt2_platform.storage import Storage
 
 MAX_WORKFLOWS = 200  # newest first on the list

@@ -13,9 +13,9 @@ from typing import Any
 import duckdb
 
 from lt2_platform.evaluate.repeats import STANDING_SQL
-from lt2_platform.results import Curves, ResultsStore, RunInfo
-from lt2_platform.results_index import Layers, read_layers
-from lt2_platform.results_tables import Eval, Tables
+from lt2_platform.results.index import Layers, read_layers
+from lt2_platform.results.store import Curves, ResultsStore, RunInfo
+from lt2_platform.results.tables import Eval, Tables
 from lt2_platform.storage import Storage
 
 FRESH_SECONDS = 0.5  # one page asks several questions at once; the store is listed once for all of them

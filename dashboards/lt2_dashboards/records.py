@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_platform.results_parts import read_many, unreadable
+from lt2_platform.results.parts import read_many, unreadable
 from lt2_platform.storage import Storage
 
 # What the readers rely on. A field that is missing is fine: older versions wrote fewer.

@@ -7,8 +7,8 @@ from typing import Any
 from lt2.config import ConfigError
 from lt2_dashboards.figures.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
-from lt2_platform.results import RunInfo, differences, flatten, result_name
-from lt2_platform.results_tables import as_text, total_steps
+from lt2_platform.results.store import RunInfo, differences, flatten, result_name
+from lt2_platform.results.tables import as_text, total_steps
 
 MAX_COMPARED = 20
 

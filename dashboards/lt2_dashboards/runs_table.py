@@ -8,7 +8,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Snapshot
-from lt2_platform.results_tables import STALE_SECONDS
+from lt2_platform.results.tables import STALE_SECONDS
 
 PAGE_SIZE = 100
 MAX_QUERY = 500  # characters

@@ -14,7 +14,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_dashboards.records import Records, checked
-from lt2_platform.results_tables import as_text, flatten
+from lt2_platform.results.tables import as_text, flatten
 from lt2_platform.storage import Storage
 
 LOG_TAIL = 200_000  # bytes of a log that one answer carries

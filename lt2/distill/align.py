@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lt2.config import ConfigError, KeptLayout, MixerConfig
-from lt2.loss import Objective
 from lt2.model import Block
 from lt2.sequence import SequenceInfo
+from lt2.train.loss import Objective
 
 if TYPE_CHECKING:
-    from lt2.objective_configs import AlignConfig
-    from lt2.train_config import TrainConfig
-    from lt2.training import Batch
+    from lt2.train.config import TrainConfig
+    from lt2.train.loop import Batch
+    from lt2.train.objectives import AlignConfig
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lt2.loss import matmul_dtype, rows_per_chunk
+from lt2.train.loss import matmul_dtype, rows_per_chunk
 
 
 class TopK(NamedTuple):
@@ -69,7 +69,8 @@ def chunked_topk_kl(
         counted: (N,) bool; other tokens count for nothing.
 
     One chunk's logits are alive at a time, whatever N, V and T: gradients are computed in the forward pass, chunk by
-    chunk, as in lt2.loss.chunked_cross_entropy, and backward can run only once. Statistics are in fp32 (fp64 for fp64).
+    chunk, as in lt2.train.loss.chunked_cross_entropy, and backward can run only once. Statistics are in fp32 (fp64 for
+    fp64).
     """
     rows = chunk_rows or rows_per_chunk(weight.device.type, weight.shape[0])
     call = _Call(teacher, tuple(loop_weights), counted, temperature, rows, torch.is_grad_enabled())

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lt2.config import ConfigError
 from lt2.distill.kl import Teacher, TopK, chunked_topk_kl, top_k
-from lt2.loss import IGNORE, Objective, next_token_targets
+from lt2.train.loss import IGNORE, Objective, next_token_targets
 
 if TYPE_CHECKING:
     from lt2.model import LoopedLM
-    from lt2.objective_configs import DistillConfig
-    from lt2.train_config import TrainConfig
-    from lt2.training import Batch
+    from lt2.train.config import TrainConfig
+    from lt2.train.loop import Batch
+    from lt2.train.objectives import DistillConfig
 
 
 def loop_weights(config: DistillConfig, n_loops: int, step: int, steps: int) -> tuple[float, ...]:

@@ -26,7 +26,7 @@ from lt2.config import ConfigError
 from lt2.interop.certificate import LENGTHS, Check, ParityError, certify
 from lt2.interop.transformers import LT2ForCausalLM
 from lt2.model import LoopedLM
-from lt2.parallel import KEEP_FP32
+from lt2.train.parallel import KEEP_FP32
 
 SCHEMA_VERSION = 1
 CERTIFICATE = "parity.json"

@@ -20,9 +20,9 @@ from transformers.utils.generic import ModelOutput
 from lt2.cache import Cache
 from lt2.config import ConfigError, ModelConfig
 from lt2.init import init_weights
-from lt2.loss import IGNORE, chunked_cross_entropy
 from lt2.model import LoopedLM
-from lt2.parallel import KEEP_FP32
+from lt2.train.loss import IGNORE, chunked_cross_entropy
+from lt2.train.parallel import KEEP_FP32
 
 
 class LT2Config(PreTrainedConfig):

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lt2 import parallel
 from lt2.config import ModelConfig
 from lt2.memory.live import LiveStorages
 from lt2.memory.trace import Tracer
 from lt2.memory.walk import Loss, Memory, Walk, Weights
 from lt2.model import LoopedLM
-from lt2.objective_configs import AlignConfig, DistillConfig
 from lt2.ops import outline
-from lt2.optim import freeze
-from lt2.train_config import TrainConfig
+from lt2.train import parallel
+from lt2.train.config import TrainConfig
+from lt2.train.objectives import AlignConfig, DistillConfig
+from lt2.train.optim import freeze
 
 OUTSIDE = 4 * 10**9
 """Bytes of a card assumed for CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from lt2.config import KeptLayout, ModelConfig
 from lt2.distill.align import Forced
 from lt2.distill.kl import Teacher, TopK, chunked_topk_kl, top_k
-from lt2.loss import chunked_cross_entropy, rows_per_chunk
 from lt2.memory.live import LiveStorages
 from lt2.memory.walk import Loss, Unit
 from lt2.model import LoopedLM
-from lt2.objective_configs import AlignConfig, DistillConfig
+from lt2.train.loss import chunked_cross_entropy, rows_per_chunk
+from lt2.train.objectives import AlignConfig, DistillConfig
 
 
 @dataclass

@@ -92,7 +92,7 @@ class GatedDeltaNet(nn.Module):
         return fits and is_step(x, seq) and not torch.is_grad_enabled() and dispatch.triton_runs(x)
 
     def decoded(self, x: Tensor, cache: LayerCache) -> Tensor:  # (B, 1, D) -> (B, 1, D)
-        from lt2.ops.delta_decode_kernel import delta_decode
+        from lt2.ops.kernels.delta_decode import delta_decode
 
         dispatch.announce("gated delta decode step", x.device.type, "triton")
         (H, K, V), x = self.heads, x[:, 0]

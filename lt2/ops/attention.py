@@ -50,7 +50,7 @@ def attention_decode(
 
         return flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths.to(torch.int32), softmax_scale=scale)
     if q.is_cuda and not torch.is_grad_enabled():
-        from lt2.ops.decode_kernel import split_attention_decode
+        from lt2.ops.kernels.attention_decode import split_attention_decode
 
         return split_attention_decode(q, k_cache, v_cache, lengths, scale)
     longest = dispatch.furthest(lengths, k_cache.shape[1])

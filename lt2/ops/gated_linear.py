@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from lt2.ops import chunking, decay, dispatch, fla_kernels, outline, scan
+from lt2.ops import chunking, decay, dispatch, outline, scan
 from lt2.ops.checks import check_sequence, check_step
+from lt2.ops.kernels import fla as fla_kernels
 
 
 def gated_linear_attention(

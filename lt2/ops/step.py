@@ -19,7 +19,7 @@ def recurrent_step_(
     Returns o (B, H, V) in v's dtype. On CUDA one fused Triton kernel that `torch.compile` and CUDA graphs can hold.
     """
     if state.is_cuda and state.dtype == torch.float32 and not torch.is_grad_enabled():
-        from lt2.ops.step_kernel import recurrent_step
+        from lt2.ops.kernels.recurrent_step import recurrent_step
 
         dispatch.announce("recurrent_step_", "cuda", "triton")
         return recurrent_step(q, k, v, g, beta, state, q.shape[-1] ** -0.5 if scale is None else scale)

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 
 from .conftest import Clock

@@ -18,8 +18,8 @@ from lt2_dashboards.auth import Access
 from lt2_dashboards.figures.store import evaluated
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.repeats import STANDING_SQL, standing
-from lt2_platform.results import ResultsStore
-from lt2_platform.results_index import compact
+from lt2_platform.results.index import compact
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 
 from .conftest import HOSTILE, add_run, body, fill, layout

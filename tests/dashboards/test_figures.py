@@ -20,7 +20,7 @@ from lt2_dashboards.figures.downstream import downstream
 from lt2_dashboards.figures.figure import describe
 from lt2_dashboards.figures.paper import DOWNSTREAM, PATTERNS, RATIOS, TASK_LABELS, TASKS
 from lt2_dashboards.queries import Source
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 
 from .conftest import HOSTILE, add_run, body, layout

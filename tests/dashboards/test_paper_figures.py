@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lt2.accounting import cache_bytes as exact_cache_bytes
+from lt2.analysis.accounting import cache_bytes as exact_cache_bytes
 from lt2.config import ConfigError, ModelConfig
 from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures import paper as reference
@@ -16,10 +16,10 @@ from lt2_dashboards.figures.cost import PAPER_LAYOUTS, cache_bytes, mixing_flops
 from lt2_dashboards.figures.store import architecture
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
-from lt2_platform.evaluate import paper_recall
 from lt2_platform.evaluate.harness.suites import SUITES
-from lt2_platform.evaluate.paper import DOWNSTREAM
-from lt2_platform.results import ResultsStore
+from lt2_platform.evaluate.paper import long_context as paper_recall
+from lt2_platform.evaluate.paper.main_table import DOWNSTREAM
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from tests.lt2.mixers.samples import config as sample_mixer
 from tests.lt2.mixers.samples import shipped_types

@@ -8,8 +8,8 @@ from fastapi.testclient import TestClient
 from lt2_dashboards import queries
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
-from lt2_platform.results import ResultsStore
-from lt2_platform.results_index import compact
+from lt2_platform.results.index import compact
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 
 from .conftest import body, fill, fill_workflow

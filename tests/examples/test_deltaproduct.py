@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt2.check_mixer import check_mixer, load_mixer
+from lt2.analysis.check_mixer import check_mixer, load_mixer
+from lt2.analysis.parity import Sample, sample_model
 from lt2.config import ModelConfig
 from lt2.layers import l2_normalise
 from lt2.model import build
-from lt2.parity import Sample, sample_model
 
 TARGET = f"{Path(__file__).parents[2] / 'examples' / 'deltaproduct.py'}:DeltaProductConfig"
 

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from lt2.halting import start
-from lt2.loss import next_token_objective
 from lt2.model import LoopedLM
-from lt2.training import Batch
+from lt2.train.loop import Batch
+from lt2.train.loss import next_token_objective
 from tests.lt2.tiny import FULL, HYBRID, WINDOW_GDN, config, model, tokens
 
 ACT = {"type": "act", "epsilon": 0.2}

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from lt2 import accounting
+from lt2.analysis import accounting
 from lt2.model import build
 from lt2.ops.reference import softmax_attention
 from lt2.sequence import rotate

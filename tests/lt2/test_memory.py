@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lt2 import parallel
 from lt2.config import ModelConfig
 from lt2.memory import OUTSIDE, LiveStorages, keeps_gathered, plan_memory
 from lt2.model import build
-from lt2.optim import adamw, freeze
-from lt2.train_config import TrainConfig
-from lt2.training import Batch, TrainState, autocast_dtype, train
+from lt2.train import parallel
+from lt2.train.config import TrainConfig
+from lt2.train.loop import Batch, TrainState, autocast_dtype, train
+from lt2.train.optim import adamw, freeze
 
 L, D = 128, 128
 

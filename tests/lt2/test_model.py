@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lt2 import accounting
+from lt2.analysis import accounting
 from lt2.model import build
 from tests.lt2.tiny import FULL, HYBRID, config, model, tokens
 

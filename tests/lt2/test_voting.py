@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lt2 import accounting
+from lt2.analysis import accounting
 from lt2.config import ConfigError, RandomLayout
 from lt2.layout import draw_layers
 from lt2.model import LoopedLM, build

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 
 

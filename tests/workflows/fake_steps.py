@@ -16,7 +16,7 @@ from lt2_workflows.graph import Ref, Resources, StepConfig, Workflow, step_type
 
 
 class PreemptedError(RuntimeError):
-    """As lt2.training's, without torch."""
+    """As lt2.train.loop's, without torch."""
 
 
 class TextRef(Ref):

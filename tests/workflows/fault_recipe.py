@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lt2.loss import next_token_objective
-from lt2.objective_configs import ObjectiveConfig
+from lt2.train.loss import next_token_objective
+from lt2.train.objectives import ObjectiveConfig
 from lt2_platform.evaluate.config import PerplexityConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow

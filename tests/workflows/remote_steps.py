@@ -10,10 +10,10 @@ from typing import Literal
 import ray
 
 import lt2_workflows
-from lt2.training import TrainState
-from lt2_platform.train.live_metrics import GAUGES, LiveMetrics
+from lt2.train.loop import TrainState
+from lt2_platform.train.reporting.live_metrics import GAUGES, LiveMetrics
+from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import StepConfig, Workflow, step_type
-from lt2_workflows.local_ray import join_ray
 
 
 class RemoteStep(StepConfig):

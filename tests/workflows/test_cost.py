@@ -5,9 +5,9 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from lt2.accounting import find_card, forward_flops, mixer_flops, training_flops
+from lt2.analysis.accounting import find_card, forward_flops, mixer_flops, training_flops
 from lt2.config import ConfigError, KeptLayout, ModelConfig
-from lt2.train_config import TrainConfig
+from lt2.train.config import TrainConfig
 from lt2_workflows.cli import app
 from lt2_workflows.cost import Hardware, Training, describe_cost, flops_per_token
 

@@ -8,7 +8,7 @@ from lt2.config import ConfigError
 from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
 from lt2_workflows.commands import jobs
-from lt2_workflows.executor import run
+from lt2_workflows.engine.executor import run
 from lt2_workflows.inputs import check_inputs, problems
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.plan import describe_plan

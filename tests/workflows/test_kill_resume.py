@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoint import load_model
+from lt2_platform.train.checkpoints.checkpoint import load_model
 from lt2_workflows.loading import load_workflow
 from tests.workflows.conftest import wait_until
 

@@ -17,10 +17,10 @@ import torch
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
-from lt2_platform.train.checkpoint import load_model
+from lt2_platform.train.checkpoints.checkpoint import load_model
 from lt2_workflows.commands.sweeps import sweep_workflow
 from tests.platform.evaluate.items import arc, write
 from tests.platform.evaluate.tiny import model, save

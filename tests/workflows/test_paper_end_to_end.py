@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from lt2_platform.storage import Storage
-from lt2_workflows.records import list_workflows
+from lt2_workflows.engine.records import list_workflows
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 

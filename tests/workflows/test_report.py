@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_workflows.executor import run
+from lt2_workflows.engine.executor import run
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.report import Section, Table, as_html, as_markdown, result_parts, sweep_parts, write_report
 from lt2_workflows.svg import Axis, Dots, Line, dot_chart, line_chart

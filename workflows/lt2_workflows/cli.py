@@ -15,7 +15,7 @@ from lt2_workflows.commands.generate import generate
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
-    from lt2_workflows.executor import Outcome
+    from lt2_workflows.engine.executor import Outcome
     from lt2_workflows.graph import Workflow
 
 app = typer.Typer(
@@ -170,8 +170,8 @@ def _storage(root: str | None) -> Storage:
 
 
 def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, ttl_s: float) -> None:
-    from lt2_workflows import executor
     from lt2_workflows.console import Console
+    from lt2_workflows.engine import executor
 
     signal.signal(signal.SIGTERM, _terminate)
     texts: dict[str, str] = {}

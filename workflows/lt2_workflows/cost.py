@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from lt2.accounting import CARD_BYTES, PEAK_FLOPS, find_card, forward_flops, head_flops, mixer_flops
+from lt2.analysis.accounting import CARD_BYTES, PEAK_FLOPS, find_card, forward_flops, head_flops, mixer_flops
 from lt2.config import ConfigError, KeptLayout, ModelConfig, UniformLayout
 from lt2.layout import layout
 from lt2.memory import OUTSIDE, Memory, keeps_gathered, plan_memory
-from lt2.objective_configs import AlignConfig, DistillConfig
-from lt2.train_config import Recompute, TrainConfig
+from lt2.train.config import Recompute, TrainConfig
+from lt2.train.objectives import AlignConfig, DistillConfig
 from lt2_workflows.console import table
 
 GB = 1e9

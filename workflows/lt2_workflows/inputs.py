@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, get_args
 
 from lt2.config import ConfigError
-from lt2_workflows.attempt import StepContext
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import STEP_TYPES, Place, Ref, Step, StepConfig, Workflow
-from lt2_workflows.records import read_done
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -108,7 +108,7 @@ def _dataset(uri: str) -> Any:
 
 
 def _checkpoint(uri: str) -> Any:
-    from lt2_platform.train.checkpoint import resolve
+    from lt2_platform.train.checkpoints.checkpoint import resolve
 
     return resolve(uri)
 

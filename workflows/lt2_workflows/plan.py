@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from lt2.config import ConfigError
 from lt2_platform.storage_errors import STORAGE_ERRORS
-from lt2_workflows.attempt import StepContext
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.records import step_state
 from lt2_workflows.graph import STEP_TYPES, StepConfig, Workflow
 from lt2_workflows.inputs import problems
-from lt2_workflows.records import step_state
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
 
 PACKAGES = (
     "lt2",

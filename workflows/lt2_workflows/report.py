@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
-from lt2_platform.results import ResultsStore
-from lt2_platform.results_tables import flatten
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.results.tables import flatten
 from lt2_workflows.console import duration
-from lt2_workflows.records import UNREADABLE, list_workflows, read_state
+from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
 from lt2_workflows.svg import Dots, Line, dot_chart, line_chart
 
 if TYPE_CHECKING:

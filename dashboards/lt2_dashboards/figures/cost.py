@@ -64,7 +64,7 @@ def mixing_flops(model: ModelConfig, seq_len: int) -> float:
 
 
 def cache_bytes(model: ModelConfig, seq_len: int) -> int:
-    """Bytes of a bf16 decode cache of one sequence, as lt2.accounting.cache_bytes counts them but without torch."""
+    """Bytes of a bf16 decode cache of one sequence, as lt2.analysis.accounting counts them but without torch."""
     specs = [mixer.cache_spec(model.dims, seq_len) for loop in layout(model) for mixer in loop]
     return sum(prod(shape) * ITEMSIZE[kind] for spec in specs for shape, kind in spec.values())
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.store import known_runs
 from lt2_dashboards.queries import Source
-from lt2_platform.results_curves import refit
+from lt2_platform.results.curves import refit
 
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100

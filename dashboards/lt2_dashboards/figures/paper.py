@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lt2_platform.evaluate.ablations import paper_table
-from lt2_platform.evaluate.paper import CONTRADICTED, DOWNSTREAM, TASK_LABELS, TASKS, average
+from lt2_platform.evaluate.paper.main_table import CONTRADICTED, DOWNSTREAM, TASK_LABELS, TASKS, average
 
 __all__ = [
     "CAPS",

@@ -8,7 +8,7 @@ from lt2_dashboards.figures.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.store import Evaluated, evaluated
 from lt2_dashboards.queries import Source
-from lt2_platform.evaluate.paper_recall import LONG_CONTEXT, METRICS, TASKS
+from lt2_platform.evaluate.paper.long_context import LONG_CONTEXT, METRICS, TASKS
 
 _RULER = re.compile(r"(?:ruler_)?(niah_\w+?|vt|cwe|fwe|qa_\w+?|qa|squad_qa|hotpot_qa)_([0-9]{3,7})")
 

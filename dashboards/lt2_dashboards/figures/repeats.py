@@ -10,8 +10,8 @@ from itertools import zip_longest
 from typing import Any
 
 from lt2_dashboards.figures.store import Evaluated
-from lt2_platform.results import differences
-from lt2_platform.results_tables import as_text, flatten
+from lt2_platform.results.store import differences
+from lt2_platform.results.tables import as_text, flatten
 
 SEEDS = {"seed", "init_seed"}
 VARIED = {"layout", "ffn_hidden"}

@@ -14,7 +14,7 @@ from lt2.layout import realised_ratio
 from lt2_dashboards.figures.paper import TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
 from lt2_platform.evaluate.repeats import STANDING_SQL
-from lt2_platform.results import RunInfo
+from lt2_platform.results.store import RunInfo
 
 MAX_RUNS = 1_000  # of one figure, newest first
 NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is the customary number

@@ -14,8 +14,8 @@ from lt2_dashboards.figures.paper import RMS_GROWTH, STABILITY
 from lt2_dashboards.figures.series import Panel, line, panels
 from lt2_dashboards.figures.store import Architecture, architecture, known_runs, rows_of
 from lt2_dashboards.queries import Source
-from lt2_platform.results import RunInfo
-from lt2_platform.results_curves import refit
+from lt2_platform.results.curves import refit
+from lt2_platform.results.store import RunInfo
 
 MAX_LINES = 12
 POINTS = 600  # per line

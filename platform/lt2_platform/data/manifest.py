@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_platform.data.source_configs import FileSource, Paths, SourceConfig
-from lt2_platform.data.sources import SourceFile, describe
+from lt2_platform.data.sources.configs import FileSource, Paths, SourceConfig
+from lt2_platform.data.sources.listing import SourceFile, describe
 from lt2_platform.data.units import Job, Unit, staged
 from lt2_platform.storage import Storage
 

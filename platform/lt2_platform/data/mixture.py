@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from lt2.config import ConfigError
-from lt2_platform.data.source_configs import MixtureConfig, describe
+from lt2_platform.data.sources.configs import MixtureConfig, describe
 
 
 class Segment(NamedTuple):

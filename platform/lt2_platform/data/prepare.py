@@ -19,11 +19,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError
-from lt2_platform.data import mixture, on_the_fly, sources, units
+from lt2_platform.data import mixture, units
+from lt2_platform.data.live import on_the_fly
 from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION, describe_sources, refuse_empty, write_quarantine
 from lt2_platform.data.pack import HASH_SPACE, entropy, forced_threshold, holdout_threshold, spans
-from lt2_platform.data.readers import bad_beginnings
-from lt2_platform.data.source_configs import (
+from lt2_platform.data.sources import listing as sources
+from lt2_platform.data.sources.configs import (
     STDLIB,
     AnySource,
     FileSource,
@@ -32,6 +33,7 @@ from lt2_platform.data.source_configs import (
     identity,
     parts_of,
 )
+from lt2_platform.data.sources.readers import bad_beginnings
 from lt2_platform.data.spread import some_ray, spread
 from lt2_platform.data.tokenize import Tokenizer, describe, load_tokenizer
 from lt2_platform.data.units import SPLITS, Job, Shard, Unit, tokenize_unit, write_shard
@@ -44,14 +46,14 @@ logger = logging.getLogger(__name__)
 class PrepareConfig(Config):
     """What to read and how to cut it.
 
-    `source` is a path, several, or a source config (lt2_platform.data.source_configs); `format` and `text_column` are
+    `source` is a path, several, or a source config (lt2_platform.data.sources.configs); `format` and `text_column` are
     for bare paths. A text file is one document, or several when it is long: it is cut at a blank line about every 128
     KiB. `shard_sequences` None means about 4 Mi tokens per shard; `max_documents` keeps the first ones in source order.
     Documents of more than `max_document_tokens`, BOS and EOS included, are split into several, each with a BOS; only
     the last ends with the EOS.
 
     tokenize "on_the_fly", for corpora too big to prepare: only a validation split is packed, of documents of held-out
-    units, and training tokenises the rest itself (lt2_platform.data.lanes), from the files as they are listed now.
+    units, and training tokenises the rest itself (lt2_platform.data.live.lanes), from the files as they are listed now.
     """
 
     source: AnySource = STDLIB

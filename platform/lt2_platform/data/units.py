@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
-from lt2_platform.data.documents import Document, Fault, Piece, text_of
 from lt2_platform.data.pack import IGNORED, document_hash, frame, join_framed, learned, pack, split_framed
-from lt2_platform.data.readers import LEFT_OUT, read_rows, rows_before
-from lt2_platform.data.source_configs import FileSource
-from lt2_platform.data.sources import Slice, SourceFile, plan_units
+from lt2_platform.data.sources.configs import FileSource
+from lt2_platform.data.sources.documents import Document, Fault, Piece, text_of
+from lt2_platform.data.sources.listing import Slice, SourceFile, plan_units
+from lt2_platform.data.sources.readers import LEFT_OUT, read_rows, rows_before
 from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
 from lt2_platform.storage import Storage
 

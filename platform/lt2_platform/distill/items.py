@@ -13,7 +13,8 @@ from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
 from lt2_platform.evaluate.config import HeldOut
-from lt2_platform.evaluate.harness import packs, ruler
+from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.long_context import ruler
 from lt2_platform.evaluate.validation import held_out_rows
 
 CONTINUATION = "continuation"

@@ -14,13 +14,13 @@ import torch
 from lt2.config import ConfigError, KeptLayout
 from lt2.distill.kl import chunked_topk_kl, top_k
 from lt2.layout import layout
-from lt2.loss import IGNORE, next_token_targets
 from lt2.model import LoopedLM
-from lt2.training import Batch, autocast_dtype
+from lt2.train.loop import Batch, autocast_dtype
+from lt2.train.loss import IGNORE, next_token_targets
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.config import HeldOut
 from lt2_platform.evaluate.validation import chunks, held_out_rows
-from lt2_platform.train import checkpoint
+from lt2_platform.train.checkpoints import checkpoint
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from typing import Any
 
 from lt2.config import AnyMixer, Config, ConfigError, KeptLayout, ModelConfig
 from lt2.mixer_configs import GatedDeltaNetConfig
-from lt2.train_config import TrainConfig
+from lt2.train.config import TrainConfig
 from lt2_platform.train.config import PretrainConfig, PretrainModel, Sources
 
 NEW_MIXER = GatedDeltaNetConfig(conv_size=0)
@@ -59,7 +59,7 @@ def plan_stage(
     Raises:
         ConfigError: models that are not there, what `stage_config` says, or data of another tokenizer.
     """
-    from lt2_platform.train import checkpoint
+    from lt2_platform.train.checkpoints import checkpoint
 
     theirs = checkpoint.read_info(checkpoint.resolve(teacher))
     ours = checkpoint.read_info(checkpoint.resolve(student)).model if student is not None else None

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from lt2 import parallel
 from lt2.config import ConfigError
 from lt2.interop.ouro import import_ouro
 from lt2.model import LoopedLM
-from lt2.train_config import TrainConfig
-from lt2.training import TrainState, autocast_dtype
+from lt2.train import parallel
+from lt2.train.config import TrainConfig
+from lt2.train.loop import TrainState, autocast_dtype
 from lt2_platform.data.tokenize import describe, load_tokenizer
 from lt2_platform.storage import Storage, absolute
-from lt2_platform.train import checkpoint
+from lt2_platform.train.checkpoints import checkpoint
 
 
 def load_teacher(place: str, train: TrainConfig, device: torch.device, *, keep: bool = True) -> LoopedLM:

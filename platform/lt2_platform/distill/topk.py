@@ -28,13 +28,13 @@ from torch import Tensor
 from lt2.config import ConfigError
 from lt2.distill.kl import top_k
 from lt2.model import LoopedLM
-from lt2.parallel import cast_weights
+from lt2.train.parallel import cast_weights
 from lt2_platform.data.spread import some_ray, spread
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.units import ROW_GROUP
 from lt2_platform.distill.teacher import identity
 from lt2_platform.storage import Storage, absolute
-from lt2_platform.train import checkpoint
+from lt2_platform.train.checkpoints import checkpoint
 
 MANIFEST, SCHEMA_VERSION = "topk.json", 1
 LENGTH_ROWS = 2048  # tokens whose logits are alive at a time

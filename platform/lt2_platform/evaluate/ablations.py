@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.paper import DOWNSTREAM, average, scores_of
+from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, average, scores_of
 
 SCORES = ("PPL", "Avg")
 

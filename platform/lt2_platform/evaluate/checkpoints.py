@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lt2.accounting import parameters
+from lt2.analysis.accounting import parameters
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
 from lt2_platform.evaluate.tasks import TaskContext, run_tasks
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoint import load_model, read_info, resolve
+from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
 
 if TYPE_CHECKING:
     from lt2_platform.evaluate.harness.models import ModelSource

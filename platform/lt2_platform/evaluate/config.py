@@ -44,7 +44,7 @@ class PerplexityConfig(TaskConfig):
 class ThroughputConfig(TaskConfig):
     """What to measure. The defaults are the protocol; fewer steps or repeats are for a quick look."""
 
-    module: ClassVar[str] = "lt2_platform.evaluate.throughput:throughput_rows"
+    module: ClassVar[str] = "lt2_platform.evaluate.throughput.task:throughput_rows"
     type: Literal["throughput"] = "throughput"
     batch_size: int = Field(default=1, ge=1)
     context: int = Field(default=1024, ge=1)

@@ -1,4 +1,4 @@
-"""The unrolled diagnostics (lt2.diagnostics) of a trained model on held-out documents, as rows of an evaluation."""
+"""The unrolled diagnostics (lt2.analysis.diagnostics) of a model on held-out documents, as rows of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from lt2.analysis.diagnostics import Reading, unrolled
 from lt2.config import ConfigError
-from lt2.diagnostics import Reading, unrolled
 from lt2.model import LoopedLM
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.config import DiagnosticsConfig

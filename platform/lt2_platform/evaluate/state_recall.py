@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from lt2.model import build
-from lt2.optim import adamw
-from lt2.training import TrainState
+from lt2.train.loop import TrainState
+from lt2.train.optim import adamw
 from lt2_platform.evaluate.config import StateRecallConfig
 from lt2_platform.evaluate.state_recall_programs import current, n_max, practise
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint
+from lt2_platform.train.checkpoints import checkpoint
 
 
 def run_curriculum(

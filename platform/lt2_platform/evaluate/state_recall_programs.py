@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lt2.loss import next_token_objective
 from lt2.model import LoopedLM
-from lt2.train_config import TrainConfig
-from lt2.training import Batch, TrainState, train
+from lt2.train.config import TrainConfig
+from lt2.train.loop import Batch, TrainState, train
+from lt2.train.loss import next_token_objective
 from lt2_platform.evaluate.config import RECALL_WORDS, StateRecallConfig
 
 WORDS = ["<pad>", "bits", "=", "[", "]", ",", ";", "\n", "assert", "==", "a", "b", "c", "d", "e", "bit0", "bit1"]

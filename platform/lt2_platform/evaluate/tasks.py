@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lt2.accounting import forward_flops
+from lt2.analysis.accounting import forward_flops
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lt2.config import ConfigError, RandomLayout
-from lt2.loss import IGNORE, next_token_objective, next_token_targets
 from lt2.model import LoopedLM
-from lt2.training import Batch
+from lt2.train.loop import Batch
+from lt2.train.loss import IGNORE, next_token_objective, next_token_targets
 from lt2.voting import mean_probability, voted_logprobs
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.config import HeldOut, PerplexityConfig

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lt2.model import LoopedLM
-from lt2.training import TrainConfig, TrainState, autocast_dtype
+from lt2.train.loop import TrainConfig, TrainState, autocast_dtype
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import perplexity
-from lt2_platform.results import ResultsStore, RunWriter
+from lt2_platform.results.store import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 
 if TYPE_CHECKING:

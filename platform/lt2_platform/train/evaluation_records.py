@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint
-from lt2_platform.train.retention import step_of
+from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.retention import step_of
 
 OVER = ("done", "failed", "skipped")
 

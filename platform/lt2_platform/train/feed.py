@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from lt2.config import ConfigError
-from lt2.train_config import TrainConfig
-from lt2.training import TrainState
-from lt2_platform.data.live import CURSORS, DEPTH, LiveDataset, write_cursors
-from lt2_platform.data.on_the_fly import KEY
+from lt2.train.config import TrainConfig
+from lt2.train.loop import TrainState
+from lt2_platform.data.live.live import CURSORS, DEPTH, LiveDataset, write_cursors
+from lt2_platform.data.live.on_the_fly import KEY
 from lt2_platform.data.stream import PackedDataset, load_manifest
 from lt2_platform.storage import Storage
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lt2.training import SAVE, STOP
+from lt2.train.loop import SAVE, STOP
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +18,8 @@ _terminated = threading.Event()  # this process got SIGTERM; signals are a matte
 
 @contextmanager
 def on_signals() -> Iterator[Callable[[], int]]:
-    """What `lt2.training.train` takes as `stop`: asks to stop once SIGTERM or SIGINT (Ctrl-C) has come; another one of
-    the same ends the process.
+    """What `lt2.train.loop.train` takes as `stop`: asks to stop once SIGTERM or SIGINT (Ctrl-C) has come; another one
+    of the same ends the process.
 
     Signals belong to the main thread; in any other one this never asks.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lt2_platform.storage_errors import STORAGE_ERRORS
-from lt2_platform.train.shards import StorageRefusedError
+from lt2_platform.train.checkpoints.shards import StorageRefusedError
 
 Group = dist.ProcessGroup | None
 

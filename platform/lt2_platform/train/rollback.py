@@ -12,10 +12,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lt2.guard import NonFiniteLossError
-from lt2_platform.results import ResultsStore
+from lt2.train.guard import NonFiniteLossError
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint, ranks
+from lt2_platform.train import ranks
+from lt2_platform.train.checkpoints import checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from lt2.config import ConfigError, ModelConfig
-from lt2.train_config import TrainConfig
-from lt2_platform.data.on_the_fly import KEY, Listing
+from lt2.train.config import TrainConfig
+from lt2_platform.data.live.on_the_fly import KEY, Listing
 from lt2_platform.data.stream import load_manifest
 from lt2_platform.distill.teacher import identity
-from lt2_platform.results import check_name, differences
+from lt2_platform.results.store import check_name, differences
 from lt2_platform.storage import Storage, absolute
-from lt2_platform.train import checkpoint
+from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.config import PretrainConfig, Sources, check_workers, resolve_model
 from lt2_platform.train.worker import WorkerSpec
 

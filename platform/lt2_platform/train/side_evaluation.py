@@ -15,13 +15,14 @@ import ray
 from ray.exceptions import RayError
 
 from lt2.config import ConfigError
-from lt2.train_config import TrainConfig
-from lt2_platform.results import ResultsStore
+from lt2.train.config import TrainConfig
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint, evaluation_records
+from lt2_platform.train import evaluation_records
+from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.retention import Keep
 from lt2_platform.train.config import TrainingEvaluation
 from lt2_platform.train.places import describe, places
-from lt2_platform.train.retention import Keep
 from lt2_platform.train.worker import WorkerSpec
 
 log = logging.getLogger(__name__)

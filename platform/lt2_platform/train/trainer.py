@@ -19,7 +19,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from lt2.config import ConfigError
-from lt2.training import STOP, NonFiniteLossError, PreemptedError
+from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
 from lt2_platform.cores import share
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
@@ -27,13 +27,13 @@ from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
-from lt2_platform.train.live_metrics import LiveMetrics
 from lt2_platform.train.places import check_places, shortage, worker_request
 from lt2_platform.train.preemption import ray_notice, ray_sigterm
+from lt2_platform.train.reporting.live_metrics import LiveMetrics
+from lt2_platform.train.reporting.wandb_sink import WandbMode, WandbSink
 from lt2_platform.train.run_folder import close_run, open_run, summary
 from lt2_platform.train.side_evaluation import SideEvaluations
 from lt2_platform.train.stopping import StopRequest, conveyed, requested
-from lt2_platform.train.wandb_sink import WandbMode, WandbSink
 from lt2_platform.train.worker import WorkerSpec
 
 __all__ = ["PretrainConfig", "pretrain"]

@@ -17,30 +17,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lt2 import parallel
 from lt2.config import ModelConfig
 from lt2.distill.student import start_from
 from lt2.memory import keeps_gathered
 from lt2.model import LoopedLM, build
-from lt2.optim import adamw, freeze, warmup_cosine
-from lt2.training import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
+from lt2.train import parallel
+from lt2.train.loop import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
+from lt2.train.optim import adamw, freeze, warmup_cosine
 from lt2_platform.data.stream import read_ahead
 from lt2_platform.distill.teacher import load_teacher
 from lt2_platform.distill.topk import StoredTopK
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint, ranks
+from lt2_platform.train import ranks
 from lt2_platform.train.callbacks import Evaluator, Logger
+from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.saving import SaveCost, Saver
 from lt2_platform.train.config import Sources, check_workers
 from lt2_platform.train.evaluation_records import wanted
 from lt2_platform.train.feed import Feed, Reader
-from lt2_platform.train.observe import Observer
 from lt2_platform.train.preemption import on_signals
-from lt2_platform.train.profiling import traced
+from lt2_platform.train.reporting.observe import Observer
+from lt2_platform.train.reporting.profiling import traced
+from lt2_platform.train.reporting.watchdog import Watchdog
 from lt2_platform.train.rollback import Rollbacks
-from lt2_platform.train.saving import SaveCost, Saver
 from lt2_platform.train.tuning import first_rank_first, run_each_kind
-from lt2_platform.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def run(
     everything again from that checkpoint and skips the batch, up to `train.rollbacks` times in the run's life.
 
     report({"step", "loss", "checkpoint"}) tells the launcher of a checkpoint. It is called on all ranks together, for
-    the last one and for others at least saving.REPORT_SECONDS apart. callbacks and stop: see lt2.training.train;
+    the last one and for others at least saving.REPORT_SECONDS apart. callbacks and stop: see lt2.train.loop.train;
     callbacks come after ours. Without stop, SIGTERM or SIGINT saves and raises PreemptedError, and another call does
     the rest.
     reader: who reads packed shards; None: this process.

@@ -14,7 +14,7 @@ import uvicorn
 from lt2_dashboards import queries
 from lt2_dashboards.app import create_app, listen
 from lt2_dashboards.auth import LOGIN, Access
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from tests.dashboards.conftest import fill, fill_workflow
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lt2_platform.results_index import compact
+from lt2_platform.results.index import compact
 
 from .conftest import drawn, option, until
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from lt2 import parallel
 from lt2.config import ConfigError, MixerConfig
 from lt2.distill.align import Forced, align_objective, update_loss
 from lt2.distill.logits import distill_objective, loop_weights
 from lt2.distill.student import convert, start_from
-from lt2.objective_configs import AlignConfig, DistillConfig, NextTokenConfig, ObjectiveConfig
-from lt2.optim import adamw
-from lt2.train_config import TrainConfig
-from lt2.training import Batch
+from lt2.train import parallel
+from lt2.train.config import TrainConfig
+from lt2.train.loop import Batch
+from lt2.train.objectives import AlignConfig, DistillConfig, NextTokenConfig, ObjectiveConfig
+from lt2.train.optim import adamw
 from tests.lt2 import tiny
 
 GDN = MixerConfig.read({"type": "gdn", "conv_size": 0})

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from lt2 import accounting
+from lt2.analysis import accounting
 from lt2.config import ConfigError
 from lt2.interop.ouro import config_from_ouro, export_ouro, import_ouro
 from tests.lt2.tiny import model, tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lt2.analysis.parity import Sample
 from lt2.config import MixerConfig, mixer_types
-from lt2.parity import Sample
 
 # Fields that fit each mixer to dim 32, 2 heads and 24 tokens; one entry per variant worth a test of its own.
 FIELDS: dict[str, list[dict[str, Any]]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lt2 import sequence
-from lt2.parity import sample_model
+from lt2.analysis.parity import sample_model
 from tests.lt2.mixers.samples import samples
 
 L = 70  # crosses the chunk lengths of both ops, 64 and 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lt2.analysis.parity import CHECKS, TOLERANCE, sample_model, sample_tokens
 from lt2.config import mixer_types
-from lt2.parity import CHECKS, TOLERANCE, sample_model, sample_tokens
 from tests.lt2.mixers.samples import FIELDS, samples, shipped_types
 
 SAMPLES = samples()

@@ -10,9 +10,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lt2.ops.decode_kernel import _combine, _partial
-from lt2.ops.delta_decode_kernel import _delta_decode
-from lt2.ops.step_kernel import _step
+from lt2.ops.kernels.attention_decode import _combine, _partial
+from lt2.ops.kernels.delta_decode import _delta_decode
+from lt2.ops.kernels.recurrent_step import _step
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ATTENTION = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "length_ptr": "*i64", "acc_ptr": "*fp32",

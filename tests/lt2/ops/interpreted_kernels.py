@@ -8,7 +8,8 @@ import torch
 
 fla_interpreter.install()
 
-from lt2.ops import dispatch, fla_kernels  # noqa: E402
+from lt2.ops import dispatch  # noqa: E402
+from lt2.ops.kernels import fla as fla_kernels  # noqa: E402
 
 # bf16 rounds inputs, outputs and intermediates to 8 bits: a few units of 2^-8.
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}

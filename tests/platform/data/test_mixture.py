@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data import sources
 from lt2_platform.data.mixture import Segment, mix, whole
 from lt2_platform.data.prepare import PrepareConfig, prepare
-from lt2_platform.data.source_configs import MixtureConfig, SourceConfig, parts_of
-from lt2_platform.data.sources import PIECE_BYTES
+from lt2_platform.data.sources import listing as sources
+from lt2_platform.data.sources.configs import MixtureConfig, SourceConfig, parts_of
+from lt2_platform.data.sources.listing import PIECE_BYTES
 
 
 def mixture(*weights, **options):

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data import sources
 from lt2_platform.data.pack import START, document_hash, entropy, holdout_threshold, join_documents, pack
 from lt2_platform.data.prepare import PrepareConfig, prepare
-from lt2_platform.data.sources import PIECE_BYTES
+from lt2_platform.data.sources import listing as sources
+from lt2_platform.data.sources.listing import PIECE_BYTES
 from lt2_platform.data.spread import spread
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.storage import Storage
@@ -169,7 +169,7 @@ def test_finished_dataset_is_not_made_again(prepared, corpus):
 
 KILLED_RUN = """
 import logging, os, signal, sys
-from lt2_platform.data import sources
+from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.prepare import PrepareConfig, prepare
 
 class Kill(logging.Handler):

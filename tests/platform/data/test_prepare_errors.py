@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data import sources
 from lt2_platform.data.prepare import PrepareConfig, prepare
+from lt2_platform.data.sources import listing as sources
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from lt2_platform.data.tokenize import ByteTokenizer, describe
 from lt2_platform.distill.run import DistillRun, plan_stage
-from lt2_platform.train import checkpoint, run_folder, worker
+from lt2_platform.train import run_folder, worker
+from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.config import PretrainConfig
 from tests.lt2.interop.test_ouro import OURO, ouro_weights
 from tests.platform.train.packed import MODEL, train_config, write_dataset

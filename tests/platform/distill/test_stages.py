@@ -7,10 +7,11 @@ import torch
 
 from lt2.config import ConfigError, MixerConfig
 from lt2.distill.student import convert
-from lt2.training import STOP, PreemptedError
+from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.distill.measure import checkpoint_kl, one_shot_scores
 from lt2_platform.distill.teacher import identity, load_teacher, store_ouro
-from lt2_platform.train import checkpoint, worker
+from lt2_platform.train import worker
+from lt2_platform.train.checkpoints import checkpoint
 from tests.platform.distill.stages import (
     ALIGN,
     BYTE,

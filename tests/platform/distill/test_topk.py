@@ -11,7 +11,7 @@ import torch
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.distill.topk import StoredTopK, store_top_k
-from lt2_platform.train import checkpoint
+from lt2_platform.train.checkpoints import checkpoint
 from tests.platform.distill.stages import DISTILL, run_stage, write_teacher
 from tests.platform.train.packed import SEQ_LEN, write_dataset
 from tests.platform.train.test_trainer import LOCAL

@@ -10,7 +10,7 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
-from lt2_platform.evaluate.paper import TASKS
+from lt2_platform.evaluate.paper.main_table import TASKS
 
 
 def trial(label, ppl, seed=0, state="done", **metrics):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lt2.analysis.diagnostics import unrolled
 from lt2.config import ConfigError
-from lt2.diagnostics import unrolled
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate import diagnostics

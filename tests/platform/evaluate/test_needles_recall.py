@@ -7,7 +7,8 @@ from lt2.config import ConfigError
 from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import needles, packs
+from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.long_context import needles
 from lt2_platform.evaluate.harness.recall import (
     contains_all,
     contains_any,

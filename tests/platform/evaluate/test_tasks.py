@@ -5,17 +5,17 @@ import textwrap
 import pytest
 import torch
 
-from lt2.accounting import forward_flops
+from lt2.analysis.accounting import forward_flops
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.config import PerplexityConfig, TaskConfig, ThroughputConfig
 from lt2_platform.evaluate.tasks import Spent, TaskContext, proportion, run_tasks
 from lt2_platform.evaluate.validation import perplexity
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoint import load_model
-from lt2_workflows.attempt import StepContext
+from lt2_platform.train.checkpoints.checkpoint import load_model
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.steps.evaluate import EvaluateStep, run_evaluate

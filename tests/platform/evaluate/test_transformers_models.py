@@ -12,9 +12,10 @@ from lt2.interop.export import export_checkpoint
 from lt2_platform.data.tokenize import ByteTokenizer, describe, load_tokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_anything
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import needles, packs
+from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.lm import HarnessLM
+from lt2_platform.evaluate.harness.long_context import needles
 from lt2_platform.evaluate.harness.models import ModelSource, load
 from tests.platform.evaluate.items import arc, choices, nq, write
 from tests.platform.evaluate.tiny import model, save

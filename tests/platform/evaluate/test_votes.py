@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from lt2.accounting import forward_flops
+from lt2.analysis.accounting import forward_flops
 from lt2.layout import draw_layers
 from lt2.voting import drawn_models, vote_steps
 from lt2_platform.data.stream import PackedDataset

@@ -9,10 +9,10 @@ import torch
 
 from lt2.config import ModelConfig
 from lt2.model import LoopedLM, build
-from lt2.optim import adamw
-from lt2.training import TrainState
+from lt2.train.loop import TrainState
+from lt2.train.optim import adamw
 from lt2_platform.data.tokenize import ByteTokenizer, describe
-from lt2_platform.train import checkpoint
+from lt2_platform.train.checkpoints import checkpoint
 
 HYBRID = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
 MODEL: dict[str, Any] = {"dim": 16, "n_layers": 2, "n_loops": 2, "num_heads": 2, "ffn_hidden": 24, "layout": HYBRID}

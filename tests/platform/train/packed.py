@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ModelConfig
-from lt2.train_config import TrainConfig
+from lt2.train.config import TrainConfig
 from lt2_platform.data.prepare import SCHEMA_VERSION
 from lt2_platform.storage import Storage
 

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from lt2.config import ConfigError
-from lt2.training import STOP, PreemptedError
+from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, worker
 from lt2_platform.train.trainer import pretrain

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from lt2.config import ConfigError
-from lt2.training import STOP, PreemptedError
-from lt2_platform.data import sources
+from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.data.prepare import PrepareConfig, prepare
+from lt2_platform.data.sources import listing as sources
 from lt2_platform.train import worker
 from tests.platform.data.conftest import no_ray  # noqa: F401
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights

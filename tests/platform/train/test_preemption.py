@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt2.training import SAVE, STOP, PreemptedError
-from lt2_platform.results import ResultsStore
+from lt2.train.loop import SAVE, STOP, PreemptedError
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import preemption, worker
 from tests.platform.train.packed import checkpoints, write_dataset

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt2 import parallel
-from lt2.guard import _local
-from lt2.loss import next_token_objective
 from lt2.model import Block, LoopedLM, build
-from lt2.optim import adamw, param_groups, warmup_cosine
-from lt2.training import Batch, NonFiniteLossError, TrainState, train
+from lt2.train import parallel
+from lt2.train.guard import _local
+from lt2.train.loop import Batch, NonFiniteLossError, TrainState, train
+from lt2.train.loss import next_token_objective
+from lt2.train.optim import adamw, param_groups, warmup_cosine
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from tests.platform.train.packed import checkpoints, model_config, train_config, write_dataset

@@ -10,7 +10,7 @@ import torch
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import diagnostics
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import evaluation_records, side_evaluation, worker
 from lt2_platform.train.config import TrainingEvaluation

@@ -14,11 +14,12 @@ import ray
 import torch
 
 from lt2.config import ConfigError
-from lt2.training import NonFiniteLossError, PreemptedError
-from lt2_platform.results import ResultsStore
-from lt2_platform.results_parts import list_parts
+from lt2.train.loop import NonFiniteLossError, PreemptedError
+from lt2_platform.results.parts import list_parts
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint, trainer, worker
+from lt2_platform.train import trainer, worker
+from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.stopping import StopRequest
 from lt2_platform.train.trainer import PretrainConfig, pretrain
 from tests.platform.train.packed import MODEL, train_config, write_dataset

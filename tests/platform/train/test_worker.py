@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from lt2.config import ConfigError
-from lt2.training import NonFiniteLossError
-from lt2_platform.results import ResultsStore
+from lt2.train.loop import NonFiniteLossError
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint, run_folder, worker
+from lt2_platform.train import run_folder, worker
+from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.config import PretrainConfig
 from tests.platform.train.packed import MODEL, SEQ_LEN, VOCAB, checkpoints, train_config, write_dataset
 from tests.ranks import PATHS, ROOT
@@ -83,7 +84,9 @@ POINTS = [
 KILL = """
 import os, signal, sys
 from lt2_platform.storage import Storage
-from lt2_platform.train import checkpoint, run_folder, shards, worker
+from lt2_platform.train import run_folder, worker
+from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import shards
 import tests.platform.train.test_worker as test
 
 def die():

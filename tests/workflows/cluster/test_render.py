@@ -17,14 +17,14 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ruamel.yaml import YAML
 
 from lt2.config import ConfigError
-from lt2_platform.train.live_metrics import GAUGES, RHO_NORM, STEP, TOKENS
+from lt2_platform.train.reporting.live_metrics import GAUGES, RHO_NORM, STEP, TOKENS
 from lt2_workflows.cluster.check import check_file, problems_of
 from lt2_workflows.cluster.grafana import PANELS
 from lt2_workflows.cluster.kuberay import ray_cluster, ray_job
 from lt2_workflows.cluster.render import render
 from lt2_workflows.cluster.settings import read_settings
 from lt2_workflows.cluster.vms import autoscaler
-from lt2_workflows.live_metrics import PROGRESS
+from lt2_workflows.engine.live_metrics import PROGRESS
 from lt2_workflows.loading import load_workflow
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "platform" / "clusters"

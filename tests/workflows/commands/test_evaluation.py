@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate.harness.suites import SUITES
-from lt2_platform.evaluate.paper import TASKS
-from lt2_platform.results import ResultsStore
+from lt2_platform.evaluate.paper.main_table import TASKS
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
 from tests.platform.evaluate.items import arc, choices, write

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lt2.analysis.layer_bench import crossover
 from lt2.config import ConfigError
-from lt2.layer_bench import crossover
 from lt2_platform.evaluate import diagnostics
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
 from lt2_workflows.commands.diagnosis import data_of

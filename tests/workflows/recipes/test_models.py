@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lt2 import accounting
+from lt2.analysis import accounting
 from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2_workflows.recipes.models import DEPTHS, ROWS, SCALES, paper_model

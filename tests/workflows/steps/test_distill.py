@@ -6,14 +6,14 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2.distill.logits import loop_weights
-from lt2.optim import warmup_cosine
+from lt2.train.optim import warmup_cosine
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import held_out_rows
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, trainer, worker
-from lt2_platform.train.checkpoint import load_model
-from lt2_workflows.attempt import StepContext
+from lt2_platform.train.checkpoints.checkpoint import load_model
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.inputs import problems
 from lt2_workflows.loading import load_workflow, workflow_from_record

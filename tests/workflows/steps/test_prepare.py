@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from lt2.config import ConfigError
-from lt2_platform.data.sources import describe, files_of
+from lt2_platform.data.sources.listing import describe, files_of
 from lt2_platform.data.tokenize import describe as describe_tokenizer
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.storage import Storage
-from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import describe as line
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import STEP_TYPES, Workflow, fingerprint
 from lt2_workflows.inputs import places_of
 from lt2_workflows.steps import prepare

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_workflows.attempt import StepContext
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.steps.state_recall import run_state_recall
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lt2.accounting import parameters
+from lt2.analysis.accounting import parameters
 from lt2.config import ConfigError, ModelConfig
 from lt2_platform.evaluate.ablations import TABLES
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
 from lt2_workflows.commands.sweeps import sweep_workflow
+from lt2_workflows.engine.records import write_workflow
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow, workflow_from_record
-from lt2_workflows.records import write_workflow
 from lt2_workflows.sweeps.config import SweepStep, TrialConfig, label_of, slug
 from lt2_workflows.sweeps.step import check_sweep
 from lt2_workflows.sweeps.trial import results_of

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_workflows.attempt import StepContext
 from lt2_workflows.commands.sweeps import sweep_workflow
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.records import died_here
 from lt2_workflows.loading import load_workflow
-from lt2_workflows.records import died_here
 from lt2_workflows.sweeps.step import run_shared
 from lt2_workflows.sweeps.trial import replayed
 from tests.workflows.conftest import FAKE_STEPS, wait_until

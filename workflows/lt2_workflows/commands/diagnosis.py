@@ -28,7 +28,7 @@ def diagnose(
     """Attention sink, largest activation and RMS at every (loop, layer) of a trained model."""
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.evaluate.config import DiagnosticsConfig
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.console import table
     from lt2_workflows.provenance import run_of_outside

@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from lt2_platform.evaluate.config import HarnessConfig
-    from lt2_platform.evaluate.harness.ruler import Sources
+    from lt2_platform.evaluate.harness.long_context.ruler import Sources
     from lt2_platform.storage import Storage
 
 pack_app = typer.Typer(help="Evaluation packs: task data as files, so that no worker asks a hub.", no_args_is_help=True)
@@ -74,7 +74,7 @@ def pack_needles(
     seed: int = 42,
 ) -> None:
     """Make needle-in-a-haystack tasks for one tokenizer and add them to a pack."""
-    from lt2_platform.evaluate.harness.ruler import Sources
+    from lt2_platform.evaluate.harness.long_context.ruler import Sources
 
     add_generated(pack, tokenizer, tasks.split(","), lengths, samples=samples, seed=seed, sources=Sources(essays))
 
@@ -92,7 +92,7 @@ def pack_ruler(
     seed: int = 42,
 ) -> None:
     """Make RULER's tasks for one tokenizer and add them to a pack."""
-    from lt2_platform.evaluate.harness import ruler
+    from lt2_platform.evaluate.harness.long_context import ruler
 
     names = ruler.TASKS if tasks is None else tasks.split(",")
     sources = ruler.Sources(essays, squad, hotpot)
@@ -105,7 +105,8 @@ def add_generated(
     import pyarrow as pa
 
     from lt2_platform.data.tokenize import load_tokenizer
-    from lt2_platform.evaluate.harness import packs, ruler
+    from lt2_platform.evaluate.harness import packs
+    from lt2_platform.evaluate.harness.long_context import ruler
 
     if not all(part.strip().isdigit() for part in lengths.split(",")):
         raise config_error(f"--lengths {lengths}: give numbers of tokens, comma-separated, e.g. 4096,8192")
@@ -163,10 +164,10 @@ def evaluate(
     """Evaluate a model on a suite; what an interrupted evaluation has answered is not asked again."""
     from lt2_platform.evaluate.checkpoints import evaluate_anything
     from lt2_platform.evaluate.tasks import depth_table
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.console import Console, table
-    from lt2_workflows.local_ray import join_ray, leave_ray
+    from lt2_workflows.engine.local_ray import join_ray, leave_ray
     from lt2_workflows.provenance import run_of_outside
 
     root = Storage(storage)
@@ -239,8 +240,10 @@ def paper_table(
     storage: StorageOption = None,
 ) -> None:
     """The paper's main or long-context table with our runs beside it; averages are recomputed."""
-    from lt2_platform.evaluate import paper, paper_formats, paper_recall
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.evaluate.paper import formats as paper_formats
+    from lt2_platform.evaluate.paper import long_context as paper_recall
+    from lt2_platform.evaluate.paper import main_table as paper
+    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.console import table
 

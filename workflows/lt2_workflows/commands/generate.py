@@ -36,7 +36,7 @@ def generate(
     from lt2.generate import generate as continue_tokens
     from lt2_platform.data.tokenize import encode, load_tokenizer
     from lt2_platform.storage import Storage
-    from lt2_platform.train.checkpoint import load_model
+    from lt2_platform.train.checkpoints.checkpoint import load_model
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in ("cuda", "cpu") or (where == "cuda" and not torch.cuda.is_available()):

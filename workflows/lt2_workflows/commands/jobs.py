@@ -57,8 +57,8 @@ def resume(
     """Submit a recorded workflow again, on this cluster or another: what is finished is skipped."""
     from lt2.config import ConfigError
     from lt2_platform.storage import Storage
+    from lt2_workflows.engine.records import list_workflows
     from lt2_workflows.loading import load_workflow
-    from lt2_workflows.records import list_workflows
 
     store = Storage(_shared_root(storage))
     store.check_readable()
@@ -111,8 +111,8 @@ def _warn_of_inputs(workflow: Workflow, root: str) -> None:
     """Not an error: the cluster may reach what this machine does not, and the job looks again before it begins."""
     from lt2.config import ConfigError
     from lt2_platform.storage import Storage
+    from lt2_workflows.engine.records import step_state
     from lt2_workflows.inputs import problems
-    from lt2_workflows.records import step_state
 
     storage = Storage(root)
     try:

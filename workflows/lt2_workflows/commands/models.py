@@ -26,7 +26,7 @@ def check_mixer(
     seq_len: Annotated[int, typer.Option(min=12)] = 24,
 ) -> None:
     """Check a mixer of your own, in fp64: decoding, padding, packed documents, caches, accounting, gradients."""
-    from lt2.check_mixer import check_mixer as run_checks
+    from lt2.analysis.check_mixer import check_mixer as run_checks
 
     report = run_checks(mixer, fields=read_json(fields, "--fields"), dim=dim, num_heads=num_heads, seq_len=seq_len)
     typer.echo(str(report))
@@ -45,7 +45,7 @@ def export(
     from lt2.config import ConfigError
     from lt2.interop.export import export_checkpoint
     from lt2_platform.storage import Storage
-    from lt2_platform.train.checkpoint import load_model
+    from lt2_platform.train.checkpoints.checkpoint import load_model
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
@@ -95,8 +95,8 @@ def checkpoints(
 ) -> None:
     """List a run's checkpoints; check them; delete those not worth keeping. Exit code 1 if --verify finds damage."""
     from lt2_platform.storage import Storage
-    from lt2_platform.train import inventory
-    from lt2_platform.train.retention import Keep
+    from lt2_platform.train.checkpoints import inventory
+    from lt2_platform.train.checkpoints.retention import Keep
     from lt2_workflows.console import table
 
     policy = None if prune is None else Keep.parse(prune)
@@ -146,7 +146,7 @@ def bench_mixers(
     """Whole mixer layers at your shape: time, memory, cache, and the length from which each beats full attention."""
     import torch
 
-    from lt2.layer_bench import bench_layers, crossover, name
+    from lt2.analysis.layer_bench import bench_layers, crossover, name
     from lt2_platform.storage import Storage
     from lt2_workflows.console import table
 
@@ -185,7 +185,7 @@ def bench_mixers(
 
 def store_bench(root: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Keep a measurement of layers as a run of its own; returns the run's name."""
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.provenance import provenance
 
@@ -223,7 +223,7 @@ def find_checkpoint(storage: Storage, name: str) -> str:
         ConfigError: nothing of that name, with the names there are; or the storage cannot be read.
     """
     from lt2.config import ConfigError
-    from lt2_workflows.records import list_workflows
+    from lt2_workflows.engine.records import list_workflows
 
     if "/" in name or Path(name).exists():
         return name

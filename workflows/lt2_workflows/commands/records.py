@@ -22,7 +22,7 @@ def status(
 ) -> None:
     """Show every workflow's steps: state, attempts, errors, logs."""
     from lt2_workflows.console import table
-    from lt2_workflows.records import list_workflows
+    from lt2_workflows.engine.records import list_workflows
 
     root = readable(storage)
     found = list_workflows(root, workflow)
@@ -52,7 +52,7 @@ def report(
 
 def results(storage: StorageOption = None, json_: JsonOption = False) -> None:
     """Show the numbers of every run: run, step, metric, value, and how the runs' configs differ."""
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
     from lt2_workflows.console import table
 
     rows = ResultsStore(readable(storage)).results()

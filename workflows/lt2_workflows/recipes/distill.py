@@ -7,9 +7,9 @@ from typing import Any
 from lt2.config import ConfigError, ExitGate, ModelConfig, UniformLayout
 from lt2.distill.select import uniform_layers
 from lt2.mixer_configs import FullConfig
-from lt2.objective_configs import AlignConfig, DistillConfig
-from lt2.train_config import TrainConfig
-from lt2_platform.data.source_configs import DclmConfig, OpenThoughtsConfig
+from lt2.train.config import TrainConfig
+from lt2.train.objectives import AlignConfig, DistillConfig
+from lt2_platform.data.sources.configs import DclmConfig, OpenThoughtsConfig
 from lt2_platform.distill.run import NEW_MIXER
 from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
 from lt2_platform.train.config import PretrainModel

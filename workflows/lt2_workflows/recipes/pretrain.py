@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt2.train_config import TrainConfig
+from lt2.train.config import TrainConfig
 from lt2_platform.evaluate.config import DiagnosticsConfig, HarnessConfig, PerplexityConfig, ThroughputConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lt2.config import HybridLayout
 from lt2.mixer_configs import FullConfig, GatedDeltaNetConfig
-from lt2.train_config import TrainConfig
+from lt2.train.config import TrainConfig
 from lt2_platform.evaluate.config import DiagnosticsConfig, PerplexityConfig, ThroughputConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow

@@ -24,9 +24,9 @@ from lt2.mixer_configs import (
     RetNetConfig,
     WindowConfig,
 )
-from lt2.train_config import TrainConfig
+from lt2.train.config import TrainConfig
 from lt2_platform.evaluate.config import DiagnosticsConfig, HarnessConfig, PerplexityConfig, TaskConfig
-from lt2_platform.evaluate.paper import TASKS
+from lt2_platform.evaluate.paper.main_table import TASKS
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
 from lt2_workflows.recipes.models import ROWS, paper_model

@@ -11,11 +11,11 @@ from pydantic import Field, model_validator
 
 from lt2.config import AnyMixer, MixerConfig, ModelConfig
 from lt2.distill.select import uniform_layers
-from lt2.train_config import TrainConfig
+from lt2.train.config import TrainConfig
 from lt2_platform.distill.run import DistillRun, stage_config
 from lt2_platform.train.config import check_workers
-from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import Ref, StepConfig, step_type
 from lt2_workflows.steps.prepare import dataset_facts
 from lt2_workflows.steps.pretrain import PretrainStep, TrainResources, planned_model, train_options
@@ -59,7 +59,7 @@ class DistillStep(StepConfig):
 
 def describe_distill(config: DistillStep, context: StepContext) -> str:
     """Objective, tokens and, where the teacher's config is known before it runs, parameters and FLOPs."""
-    from lt2.accounting import parameters
+    from lt2.analysis.accounting import parameters
     from lt2_workflows.cost import flops_per_token
     from lt2_workflows.plan import planned_training
 
@@ -92,7 +92,7 @@ def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfi
 def planned_teacher(teacher: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
     """The teacher's config: of a checkpoint, or as far as the workflow or the Ouro folder it imports tells it."""
     if isinstance(teacher, str):
-        from lt2_platform.train.checkpoint import CheckpointError, read_info, resolve
+        from lt2_platform.train.checkpoints.checkpoint import CheckpointError, read_info, resolve
 
         try:
             return read_info(resolve(teacher)).model
@@ -128,8 +128,8 @@ def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
     from lt2_platform.distill.measure import checkpoint_kl
     from lt2_platform.distill.run import distill
     from lt2_platform.evaluate.validation import held_out_rows
-    from lt2_platform.results import ResultsStore
-    from lt2_platform.train.checkpoint import read_info, resolve
+    from lt2_platform.results.store import ResultsStore
+    from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
 
     teacher = context.path(config.teacher)
     others = {name: getattr(config, name) for name in ("student", "topk")}

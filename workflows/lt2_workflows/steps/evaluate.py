@@ -10,9 +10,9 @@ from pydantic import Field
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate.config import AnyTask, HarnessConfig, PerplexityConfig, ThroughputConfig
-from lt2_workflows.attempt import StepContext
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
-from lt2_workflows.local_ray import join_ray
 from lt2_workflows.provenance import run_of_outside
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, PackRef
 
@@ -71,7 +71,7 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
 def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     """Result: {"rows": as of lt2_platform.evaluate.tasks.run_tasks}; they also go to the run in the results store."""
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
 
     tasks = config.tasks
     if config.pack is not None:

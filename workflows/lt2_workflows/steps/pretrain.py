@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from lt2.config import HybridLayout, ModelConfig
 from lt2.layout import realised_ratio
-from lt2.train_config import TrainConfig
+from lt2.train.config import TrainConfig
 from lt2_platform.train.config import (
     PretrainConfig,
     PretrainModel,
@@ -20,10 +20,10 @@ from lt2_platform.train.config import (
     check_workers,
     resolve_model,
 )
-from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Resources, StepConfig, step_type
-from lt2_workflows.local_ray import join_ray
 from lt2_workflows.steps.prepare import dataset_facts
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
@@ -78,7 +78,7 @@ class PretrainStep(StepConfig):
 
 def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
     """Parameters, tokens and FLOPs, from the data if it is there, else from its tokenizer."""
-    from lt2.accounting import summarize
+    from lt2.analysis.accounting import summarize
 
     model, seq_len = planned_model(config, context)
     cost = summarize(model, seq_len)
@@ -107,7 +107,7 @@ def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConf
 def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.trainer.pretrain returns it."""
     from lt2_platform.distill.run import check_tokenizer
-    from lt2_platform.train.checkpoint import read_info, resolve
+    from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
     from lt2_platform.train.trainer import pretrain
 
     data, start = context.path(config.data), None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import table
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import StepConfig, step_type
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, EvaluationRef
 

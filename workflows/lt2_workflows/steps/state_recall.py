@@ -6,7 +6,7 @@ import json
 from typing import Any, ClassVar, Literal
 
 from lt2_platform.evaluate.config import StateRecallConfig
-from lt2_workflows.attempt import StepContext
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import StepConfig, step_type
 
 
@@ -37,7 +37,7 @@ def task(n: int, swaps: int) -> str:
 def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "n_max", "stage", "steps"}; every evaluation's accuracies go to a run of the results store."""
     from lt2_platform.evaluate.state_recall import run_curriculum
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
 
     store = ResultsStore(context.storage)
     settings = json.loads(config.inner.model_dump_json())

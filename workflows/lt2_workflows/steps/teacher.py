@@ -14,10 +14,10 @@ from pydantic import Field
 
 from lt2.config import ConfigError, ModelConfig
 from lt2_platform.data.tokenize import load_tokenizer
-from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Resources, StepConfig, step_type
-from lt2_workflows.local_ray import join_ray
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
 
@@ -59,7 +59,7 @@ def ouro_places(config: ImportOuroStep, context: StepContext) -> Iterator[Place]
 
 
 def describe_import_ouro(config: ImportOuroStep, context: StepContext) -> str:
-    from lt2.accounting import parameters
+    from lt2.analysis.accounting import parameters
 
     size = "" if config.model is None else f" of {amount(parameters(config.model).total)} parameters"
     return f"{config.folder} -> a checkpoint{size} in fp32"

@@ -186,7 +186,7 @@ def match_parameters(steps: dict[str, Any], step: str, base: Workflow) -> None:
 
     From 1,024 on widths are multiples of 64, as kernels like. A model as large as the recipe's is left alone.
     """
-    from lt2.accounting import parameters
+    from lt2.analysis.accounting import parameters
 
     ours = sized(workflow_from_record({"workflow": "trial", "steps": steps}, source="sweep").configs[step].model)  # type: ignore[attr-defined]
     difference = parameters(sized(base.configs[step].model)).total - parameters(ours).total  # type: ignore[attr-defined]

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from lt2.config import ConfigError
 from lt2_platform.cores import share
 from lt2_platform.evaluate import ablations
-from lt2_workflows.attempt import StepContext
 from lt2_workflows.console import amount, table
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.local_ray import join_ray
+from lt2_workflows.engine.records import TTL_S, read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, Place, Workflow, step_type
 from lt2_workflows.inputs import places_of
-from lt2_workflows.local_ray import join_ray
-from lt2_workflows.records import TTL_S, read_done, step_state
 from lt2_workflows.sweeps.config import SweepStep, Trial, training_step
 
 if TYPE_CHECKING:
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
 
 # Variables by which a process finds Ray, and with which code: those of a submitted job travel in the last one.
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR")
@@ -108,7 +108,7 @@ def _workflow(trial: Trial, context: StepContext) -> Workflow:
 
 def run_shared(workflows: Sequence[Workflow], context: StepContext) -> None:
     """Run the steps that are the same in every trial, so that a bad source fails once and no trial waits for it."""
-    from lt2_workflows import executor
+    from lt2_workflows.engine import executor
 
     if len(workflows) < 2:
         return
@@ -174,7 +174,7 @@ def log_to_runs(records: Sequence[Mapping[str, Any]], context: StepContext) -> N
 
     So the dashboard's sweeps page, told to show that result, draws the runs of this sweep and no others.
     """
-    from lt2_platform.results import ResultsStore
+    from lt2_platform.results.store import ResultsStore
 
     store: ResultsStore = ResultsStore(context.storage)
     known = {run for run, name, row in store.index().evals if name == "sweep" and row["task"] == context.step.id}

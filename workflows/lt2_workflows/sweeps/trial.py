@@ -16,11 +16,11 @@ from dataclasses import asdict
 from typing import Any
 
 from lt2.config import ConfigError, load_source
-from lt2_platform.results import ResultsStore
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import workflow_from_record
-from lt2_workflows.records import read_done
 
 SMOOTHED = 10  # reported values of the loss that are averaged
 REPORT_SECONDS = 1.0
@@ -64,7 +64,7 @@ def replayed(storage: Storage, workflow: Workflow, step: str) -> Iterator[dict[s
 
 def drive(workflow: Workflow, storage: Storage, job: dict[str, Any], seen: int, report: Report) -> dict[str, Any]:
     """Run the workflow in a thread and pass on its progress; the outcome."""
-    from lt2_workflows import executor
+    from lt2_workflows.engine import executor
 
     events: queue.Queue[dict[str, Any] | None] = queue.Queue()
     found: dict[str, Any] = {}

@@ -10,9 +10,9 @@ import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
-from lt2.accounting import parameters
+from lt2.analysis.accounting import parameters
 from lt2_platform.storage import Storage
-from lt2_workflows.attempt import StepContext
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized, training_step
 from lt2_workflows.sweeps.trial import run_trial
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.harness.needles import TOKENS_TO_GENERATE
+from lt2_platform.evaluate.harness.long_context.needles import TOKENS_TO_GENERATE
+from lt2_platform.evaluate.harness.long_context.ruler import TASKS as RULER_TASKS
 from lt2_platform.evaluate.harness.recall import NEW_TOKENS, WINDOW, contains_all, contains_any
-from lt2_platform.evaluate.harness.ruler import TASKS as RULER_TASKS
 
 CORE_TABLE = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "openbookqa", "sciq", "boolq")
 """The eight whose mean is the paper's average (paper.scores_of says by which metric)."""

@@ -1,0 +1,185 @@
+"""Cross entropy over large vocabularies, and the next-token objective.
+
+Shapes: N tokens, D model width, V vocabulary, B sequences, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lt2.train.config import TrainConfig
+    from lt2.train.loop import Batch
+    from lt2.train.objectives import NextTokenConfig
+
+IGNORE = -100
+# Elements of one chunk of logits. A GPU needs about a thousand rows at V = 128k to keep its matmuls busy (512 MiB in
+# fp32); a CPU is fastest when the chunk stays near its caches.
+_CHUNK_ELEMENTS = {"cuda": 2**27, "cpu": 2**21}
+
+Objective = Callable[[nn.Module, "Batch"], tuple[Tensor, Tensor, dict[str, Tensor]]]
+"""(model, batch) -> (loss sum over tokens, number of tokens, metrics).
+
+Metrics are sums over tokens too: the loop adds them over micro-batches and ranks and reports the mean per token.
+"""
+
+
+def rows_per_chunk(device_type: str, vocab_size: int) -> int:
+    """How many tokens' logits are made at a time."""
+    return max(1, _CHUNK_ELEMENTS.get(device_type, 2**27) // vocab_size)
+
+
+def matmul_dtype(hidden: Tensor) -> torch.dtype:
+    """Autocast's dtype when autocast is on, else hidden's own."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+class CrossEntropy(NamedTuple):
+    """Sums over the counted tokens: `loss` is differentiable and holds the z-loss, `ce` is the plain cross entropy."""
+
+    loss: Tensor
+    n_tokens: Tensor
+    ce: Tensor
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = IGNORE,
+    z_loss: float = 0.0,
+    chunk_rows: int | None = None,
+) -> CrossEntropy:
+    """Cross entropy of softmax(hidden @ weight.T) without ever holding the (N, V) logits.
+
+    hidden (N, D), weight (V, D), targets (N,) int64; rows whose target is `ignore_index` count for nothing.
+    z_loss adds z_loss·logsumexp² per token (PaLM §5). Logits are reduced in fp32 (fp64 for fp64 inputs); matmuls run in
+    autocast's dtype when autocast is on, else in hidden's. Gradients are computed during the forward pass, chunk by
+    chunk, so one (chunk, V) block is alive at a time and no logits are recomputed; backward can run only once.
+    """
+    if hidden.shape[0] != targets.shape[0] or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do not "
+            "match; expected (N, D), (V, D) and (N,)"
+        )
+    rows = chunk_rows or rows_per_chunk(hidden.device.type, weight.shape[0])
+    loss, ce = _ChunkedCrossEntropy.apply(hidden, weight, targets, ignore_index, z_loss, rows, torch.is_grad_enabled())
+    return CrossEntropy(loss, (targets != ignore_index).sum(), ce)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        z_loss: float,
+        rows: int,
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        compute = matmul_dtype(hidden)
+        wide = torch.promote_types(compute, torch.float32)
+        need_hidden = grad_enabled and ctx.needs_input_grad[0]
+        need_weight = grad_enabled and ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        ce = torch.zeros((), dtype=wide, device=hidden.device)
+
+        with torch.autocast(device, enabled=False):
+            w_VD = weight.to(compute)
+            for start in range(0, hidden.shape[0], rows):
+                h_CD = hidden[start : start + rows].to(compute)
+                t_C = targets[start : start + rows]
+                keep_C1 = (t_C != ignore_index).unsqueeze(1)
+                t_C1 = t_C.unsqueeze(1).masked_fill(~keep_C1, 0)
+                logits_CV = (h_CD @ w_VD.T).to(wide)
+                lse_C1 = torch.logsumexp(logits_CV, dim=1, keepdim=True)
+                ce_C1 = (lse_C1 - logits_CV.gather(1, t_C1)).masked_fill(~keep_C1, 0)
+                ce += ce_C1.sum()
+                total += ce_C1.sum() + z_loss * lse_C1.square().masked_fill(~keep_C1, 0).sum()
+                if not (need_hidden or need_weight):
+                    continue
+                # d loss / d logits = softmax·(1 + 2·z·lse) - onehot, built in the logits' own memory.
+                grad_CV = logits_CV.sub_(lse_C1).exp_()
+                if z_loss:
+                    grad_CV.mul_(1 + 2 * z_loss * lse_C1)
+                grad_CV.scatter_add_(1, t_C1, torch.full_like(lse_C1, -1.0))
+                grad_CV = grad_CV.masked_fill_(~keep_C1, 0).to(compute)
+                if grad_hidden is not None:
+                    grad_hidden[start : start + rows] = grad_CV @ w_VD
+                if grad_weight is not None and compute == wide:
+                    grad_weight.addmm_(grad_CV.T, h_CD)
+                elif grad_weight is not None:
+                    grad_weight += grad_CV.T @ h_CD
+                # The next chunk's logits must not be allocated while this one's are still referenced.
+                del logits_CV, grad_CV
+        ctx.grads = (grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(ce)
+        return total, ce
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("chunked_cross_entropy: backward ran twice; its gradients are scaled in place")
+        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None
+        if grad_hidden is not None:
+            grad_hidden.mul_(grad_outputs[0])
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad_outputs[0]).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def next_token_targets(batch: Batch, *, document_mask: bool) -> Tensor:
+    """What each of the L input positions must predict: (B, L) int64, `IGNORE` where nothing is learned.
+
+    Ignored are targets outside `batch.loss_mask`, padding (document id -1) and, only under `document_mask`, the first
+    token of a document: with the mask its prefix is invisible, so there is nothing to predict it from. Without
+    the mask the previous document is visible context and every token counts, as in the paper's packed training.
+    """
+    targets = batch.tokens[:, 1:]
+    if batch.loss_mask is not None:
+        targets = targets.masked_fill(~batch.loss_mask[:, 1:].bool(), IGNORE)
+    if batch.doc_ids is not None:
+        targets = targets.masked_fill(batch.doc_ids[:, 1:] < 0, IGNORE)
+        if document_mask:
+            targets = targets.masked_fill(batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1], IGNORE)
+    return targets
+
+
+def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, auxiliary: bool = True) -> Objective:
+    """Pretraining's objective: cross entropy of the last loop only, plus the model's auxiliary losses.
+
+    Every entry of the model's `aux` is a loss already weighted by the model's config (indexer KL, ponder cost); it is
+    added per token, so that it weighs the same whatever the micro-batch size. With `document_mask` the document ids
+    go to the model and nothing crosses a document boundary; without `auxiliary` (evaluation) aux is left out.
+    Metrics: `ce` (without z-loss and aux), each aux, and `mean_loops` of a model that halts per token.
+    """
+
+    def objective(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        doc_ids = batch.input_doc_ids(document_mask)
+        output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step)
+        targets = next_token_targets(batch, document_mask=document_mask)
+        result = chunked_cross_entropy(output.hidden.flatten(0, 1), model.head_weight, targets.flatten(), z_loss=z_loss)
+        aux = {name: value * result.n_tokens for name, value in output.aux.items() if auxiliary}
+        loss = result.loss + sum(aux.values())
+        metrics = {"ce": result.ce, **{name: value.detach() for name, value in aux.items()}}
+        if output.loops_used is not None:
+            metrics["mean_loops"] = output.loops_used.float().mean() * result.n_tokens
+        return loss, result.n_tokens, metrics
+
+    return objective
+
+
+def build_next_token(config: NextTokenConfig, train: TrainConfig) -> Objective:
+    return next_token_objective(document_mask=train.document_mask, z_loss=train.z_loss)

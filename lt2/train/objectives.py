@@ -1,0 +1,100 @@
+"""What training minimises, as configs. Importable without torch.
+
+An objective of one's own is a subclass of `ObjectiveConfig` in a file of one's own: its `module` names a function
+(config, train: TrainConfig) -> `lt2.train.loss.Objective`, or, where `needs_teacher` is set, (config, train, teacher).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny
+
+from lt2.extension import Extension
+
+if TYPE_CHECKING:
+    from lt2.config import ModelConfig
+    from lt2.train.config import TrainConfig
+
+
+class ObjectiveConfig(Extension):
+    """Base of all objectives."""
+
+    noun: ClassVar[str] = "objective"
+    needs_teacher: ClassVar[bool] = False
+
+    def build(self, train: TrainConfig, teacher: Any = None) -> Any:
+        """The `lt2.train.loss.Objective` of a training run.
+
+        teacher: a frozen LoopedLM for objectives that need one; None where its top-k comes with the batches.
+        """
+        return self.implementation()(self, train, *([teacher] if self.needs_teacher else []))
+
+    def lr_scale(self, name: str, model: ModelConfig) -> float:
+        """What the learning rate of the parameter called `name` is multiplied by; 0 freezes it."""
+        return 1.0
+
+
+AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], BeforeValidator(ObjectiveConfig.read)]
+
+
+class NextTokenConfig(ObjectiveConfig):
+    """Cross entropy of the last loop, and the model's auxiliary losses."""
+
+    module: ClassVar[str] = "lt2.train.loss:build_next_token"
+    type: Literal["next_token"] = "next_token"
+
+
+class ExitGateConfig(ObjectiveConfig):
+    """Every loop's cross entropy by the probability of exiting there (Ouro, stage I); needs halting "exit_gate"."""
+
+    module: ClassVar[str] = "lt2.train.exit_gate:build_exit_gate"
+    type: Literal["exit_gate"] = "exit_gate"
+    entropy_weight: float = Field(default=0.05, ge=0)
+
+
+class AlignConfig(ObjectiveConfig):
+    """Distillation, stage 1: every new mixer imitates the teacher's attention on the teacher's own states.
+
+    The model is one with a kept layout and `both`: it holds the teacher, frozen, and only its new mixers train.
+    loss: of the updates t and s of the residual stream, per token; "mse" is mean((t - s)²), "l2" is ‖t - s‖₂/√dim.
+    """
+
+    module: ClassVar[str] = "lt2.distill.align:build_align"
+    type: Literal["align"] = "align"
+    loss: Literal["mse", "l2"] = "mse"
+
+    def lr_scale(self, name: str, model: ModelConfig) -> float:
+        return float(is_new_mixer(name, model))
+
+
+class DistillConfig(ObjectiveConfig):
+    """Distillation, stages 2 and 3: KL to the teacher's top-k after every loop (paper Eq. kd-loss).
+
+    Attributes:
+        k: how many of the teacher's tokens are compared, both sides renormalised over them; None: all.
+        temperature: T_kd, by which both sides' logits are divided.
+        supervision: "scheduled" moves from the final loop to all loops alike over the first `ramp` of the steps and
+            back to the final one alone after `until` of them; "uniform" and "final" are its two ends, throughout.
+        rest_lr_scale: the learning rate of everything but the new mixers, as a share of theirs; 0 freezes it.
+    """
+
+    module: ClassVar[str] = "lt2.distill.logits:build_distill"
+    needs_teacher: ClassVar[bool] = True
+    type: Literal["distill"] = "distill"
+    k: int | None = Field(default=64, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    supervision: Literal["scheduled", "uniform", "final"] = "scheduled"
+    ramp: float = Field(default=0.05, ge=0, le=1)
+    until: float = Field(default=0.5, ge=0, le=1)
+    rest_lr_scale: float = Field(default=0.07, ge=0)
+
+    def lr_scale(self, name: str, model: ModelConfig) -> float:
+        if name.startswith("halt."):
+            return 0.0  # the KL says nothing about when to exit
+        return 1.0 if is_new_mixer(name, model) else self.rest_lr_scale
+
+
+def is_new_mixer(name: str, model: ModelConfig) -> bool:
+    """Whether the parameter called `name` is of a mixer that a kept layout put in the place of attention."""
+    return model.layout.type == "kept" and f".mixers.{model.layout.mixer.weights}." in name

@@ -1,0 +1,53 @@
+"""Does a file have the columns that its source needs?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lt2.config import ConfigError
+from lt2_platform.data.sources.configs import FileSource
+from lt2_platform.storage import arrow_filesystem
+
+if TYPE_CHECKING:
+    from lt2_platform.data.sources.listing import SourceFile
+
+
+def parquet_metadata(file: SourceFile, source: FileSource) -> Any:
+    """The footer of a parquet file. Raises ConfigError if it is damaged or columns are missing or of another type."""
+    fs, path = arrow_filesystem(file.path)
+    try:
+        metadata = pq.read_metadata(path, filesystem=fs)
+    except (OSError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"{file.name} is not a readable parquet file ({message}); replace or remove it") from error
+    schema = metadata.schema.to_arrow_schema()
+    check_columns(file, source, schema.names)
+    for column in source.text_columns:
+        kind = schema.field(column).type
+        if not is_text(kind):
+            raise ConfigError(f"column '{column}' of {file.name} is {kind}, not text; {source.fix}")
+    return metadata
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a parquet column of this type holds text, bytes or nothing but nulls."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return any(
+        test(kind)
+        for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary,
+                     pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_null)
+    )  # fmt: skip
+
+
+def check_columns(file: SourceFile, source: FileSource, present: Sequence[str]) -> None:
+    """Raise ConfigError for a file without a column that its source needs; it lists the columns that are there."""
+    for alternatives in source.columns:
+        if not any(column in present for column in alternatives):
+            wanted = " or ".join(f"'{column}'" for column in alternatives)
+            listed = ", ".join(present) or "none"
+            raise ConfigError(f"{file.name} has no column {wanted} (columns: {listed}); {source.fix}")

@@ -1,0 +1,135 @@
+"""From a row of a source to a document: what the `module` of each shipped source does.
+
+A function (config, row) -> document, where row maps column names to values. It returns the text, the pieces of a
+document that is more than text, a Fault for a row that cannot be used, or None for one the config leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from lt2_platform.data.sources.configs import ColumnSource, DclmConfig, FineWebEduConfig, OpenThoughtsConfig
+
+SAMPLE_CHARACTERS = 200
+Row = Mapping[str, Any]
+
+
+class Fault(NamedTuple):
+    """Why a row cannot be used, and the beginning of it (left empty, the reader fills it in)."""
+
+    reason: str
+    sample: str = ""
+
+
+class Piece(NamedTuple):
+    """A part of a document that is tokenised on its own.
+
+    learned: its tokens count in the loss. special: it is the name of a special token; as ordinary text where the
+    tokenizer has no such token.
+    """
+
+    text: str
+    learned: bool = True
+    special: bool = False
+
+
+Document = str | tuple[Piece, ...]
+
+
+def text_of(document: Document) -> str:
+    """All of a document's text, markers included."""
+    return document if isinstance(document, str) else "".join(piece.text for piece in document)
+
+
+def checked(value: Any) -> str | Fault:
+    """`value` if it is a text that can be trained on: a string, not blank, that UTF-8 can express."""
+    if value is None:
+        return Fault("null text")
+    if not isinstance(value, str):
+        return Fault("not a string")
+    if not value.strip():
+        return Fault("empty text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return Fault("lone surrogate")
+    return value
+
+
+def column_text(config: ColumnSource | DclmConfig, row: Row) -> Document | Fault | None:
+    """The text column."""
+    return checked(row[config.text_column])
+
+
+def educational_text(config: FineWebEduConfig, row: Row) -> Document | Fault | None:
+    """The text, if its classifier score is high enough."""
+    if config.min_int_score is not None:
+        score = row["int_score"]
+        if not isinstance(score, int):
+            return Fault("no int_score")
+        if score < config.min_int_score:
+            return None
+    return checked(row["text"])
+
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # the names of OpenThoughts3; the earlier releases use ours
+_THINKING = (("<think>", "</think>"), ("<|begin_of_thought|>", "<|end_of_thought|>"))
+
+
+def conversation(config: OpenThoughtsConfig, row: Row) -> Document | Fault | None:
+    """A rendered conversation. Its turns are {from, value} in `conversations` or {role, content} in `messages`."""
+    turns = row.get("messages") if row.get("conversations") is None else row.get("conversations")
+    if turns is None:
+        return Fault("no conversation")
+    sample = json.dumps(turns, ensure_ascii=False, default=str)[:SAMPLE_CHARACTERS]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        return Fault("not a list of turns", sample)
+    said = [(turn.get("from") or turn.get("role"), turn.get("value", turn.get("content"))) for turn in turns]
+    if row.get("system"):
+        said.insert(0, ("system", row["system"]))
+    pieces: list[Piece] = []
+    roles = []
+    for name, value in said:
+        role = _ROLES.get(str(name), str(name))
+        if role not in ("system", "user", "assistant"):
+            return Fault("unknown role", sample)
+        text = checked(value)
+        if isinstance(text, Fault):
+            return Fault(text.reason, sample)
+        if role == "assistant" and config.unterminated_think == "quarantine" and _is_unterminated(text):
+            return Fault("unterminated think tag", sample)
+        every = config.loss == "all"
+        pieces += _turn(config.template, role, text, given=every, written=every or role == "assistant")
+        roles.append(role)
+    return tuple(pieces) if "assistant" in roles else Fault("no assistant turn", sample)
+
+
+def _is_unterminated(text: str) -> bool:
+    # Generation stopped at its length limit: the answer is missing, and a model would learn to think without end.
+    return any(text.count(begin) > text.count(end) for begin, end in _THINKING)
+
+
+def _turn(template: str, role: str, text: str, *, given: bool, written: bool) -> list[Piece]:
+    """One turn. `given` says whether its frame is learned, `written` what a model would write: text and end marker."""
+    if template == "chatml":
+        return [
+            Piece("<|im_start|>", given, special=True),
+            Piece(f"{role}\n", given),
+            Piece(text, written),
+            Piece("<|im_end|>", written, special=True),
+            Piece("\n", written),  # so that the end of the document, after it, is learned too
+        ]
+    if template == "llama3":
+        return [
+            Piece("<|start_header_id|>", given, special=True),
+            Piece(role, given),
+            Piece("<|end_header_id|>", given, special=True),
+            Piece("\n\n", given),
+            Piece(text, written),
+            Piece("<|eot_id|>", written, special=True),
+        ]
+    return [Piece(f"{role.capitalize()}: ", given), Piece(text, written), Piece("\n\n", written)]

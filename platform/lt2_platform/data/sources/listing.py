@@ -1,0 +1,315 @@
+"""From what the user calls a source to files, and from files to fixed units of work."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_platform.data.sources.bad_files import refuse
+from lt2_platform.data.sources.columns import parquet_metadata
+from lt2_platform.data.sources.configs import STDLIB, FileSource
+from lt2_platform.storage import S3, absolute, filesystem
+
+PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line after each 128 KiB (about 32k tokens)
+UNIT_BYTES = 2 * 2**20
+MAX_UNITS = 10_000
+SAMPLED = "sampled:"
+MISSING = "source {} does not exist; give a file, a folder, a glob or python-stdlib"
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+_FORMATS = {
+    ".txt": "text", ".text": "text", ".md": "text", ".py": "text",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
+}  # fmt: skip
+_COMPRESSIONS = {".zst": "zstd", ".zstd": "zstd", ".gz": "gzip"}
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file. `name` is what messages and manifests say; `version` is its sha256, its S3 etag, or SAMPLED….
+
+    `source` is the index of the source it belongs to.
+    """
+
+    name: str
+    path: str
+    format: str
+    compression: str | None
+    bytes: int
+    version: str
+    source: int = 0
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a file: bytes [start, stop) of text or jsonl (stop None: to the end), row groups of parquet."""
+
+    file: int
+    start: int
+    stop: int | None
+
+
+def files_of(parts: Sequence[FileSource], *, sampled: bool = False) -> list[SourceFile]:
+    """The files of every source, source by source; raises ConfigError as `find_files` does."""
+    files, bad = look_through(parts, sampled=sampled)
+    refuse(bad)
+    return files
+
+
+def look_through(parts: Sequence[FileSource], *, sampled: bool = False) -> tuple[list[SourceFile], list[str]]:
+    """The files of every source, source by source, and what is wrong with the paths and files that cannot be used."""
+    files, bad = [], []
+    for index, part in enumerate(parts):
+        found, wrong = _find(part.path, part.format, part.by_extension, sampled)
+        files += [replace(file, source=index) for file in found]
+        bad += wrong
+    return files, bad
+
+
+def find_files(
+    source: str | Sequence[str], format: str = "auto", *, by_extension: bool = False, sampled: bool = False
+) -> list[SourceFile]:
+    """Every file of `source` (paths, globs, folders, "python-stdlib"), in a fixed order, each once.
+
+    `by_extension`: with a given format, leave out of folders and globs what has no extension of that format.
+    `sampled`: tell versions of local files by a few of their blocks instead of reading all of them.
+    Raises ConfigError for missing paths, globs or folders without usable files, unknown extensions, unreadable files.
+    """
+    files, bad = _find(source, format, by_extension, sampled)
+    refuse(bad)
+    return files
+
+
+def _find(
+    source: str | Sequence[str], format: str, by_extension: bool, sampled: bool
+) -> tuple[list[SourceFile], list[str]]:
+    named, bad = _named(source, format, by_extension)
+    if not named and not bad:
+        raise ConfigError("no source given; set prepare.source to a file, folder, glob or python-stdlib")
+
+    def inspect(item: tuple[str, str]) -> SourceFile | str:
+        path, name = item
+        try:
+            return _inspect(name, path, format, sampled)
+        except (PermissionError, FileNotFoundError) as error:
+            return f"{name} cannot be read ({error.strerror or _line(error)}); make it readable or remove it"
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(inspect, named.items()))
+    return [each for each in found if isinstance(each, SourceFile)], bad + [x for x in found if isinstance(x, str)]
+
+
+def _named(source: str | Sequence[str], format: str, by_extension: bool) -> tuple[dict[str, str], list[str]]:
+    """path -> name, where the first mention wins; and what is wrong with the other paths."""
+    named: dict[str, str] = {}
+    bad = []
+    for one in [source] if isinstance(source, str) else source:
+        try:
+            found = _stdlib() if one == STDLIB else _expand(one, format, by_extension)
+        except ConfigError as error:
+            bad.append(str(error))
+            continue
+        for name, path in found:
+            named.setdefault(path, name)
+    return named, bad
+
+
+def changed_since(parts: Sequence[FileSource], recorded: Sequence[dict[str, Any]], time: float) -> list[str]:
+    """What is different about a corpus from `describe`'s records of it, made at `time`; one phrase per file.
+
+    Local files are read only if they are younger than that, S3's are asked for their etags.
+    Raises ConfigError as `find_files` does.
+    """
+    now: dict[str, str] = {}
+    for part in parts:
+        named, bad = _named(part.path, part.format, part.by_extension)
+        refuse(bad)
+        now |= {name: path for path, name in named.items()}
+    then = {record["path"]: record for record in recorded}
+
+    def change(name: str) -> str | None:
+        if name not in then or name not in now:
+            return f"{name} is {'new' if name in now else 'gone'}"
+        record, path = then[name], now[name]
+        if not path.startswith(S3) and os.path.getsize(path) == record["bytes"] and os.path.getmtime(path) <= time:
+            return None
+        found = version_of(path, sampled="sampled" in record)
+        known = record.get("etag") or record.get("sha256") or SAMPLED + record["sampled"]
+        return None if found == (record["bytes"], known) else f"{name} has other content"
+
+    with ThreadPoolExecutor(16) as pool:
+        return [found for found in pool.map(change, sorted({*now, *then})) if found]
+
+
+def look_for(source: str, format: str = "auto", *, by_extension: bool = False) -> None:
+    """Raise ConfigError unless there is something to read in `source`; on S3 only whether anything is there."""
+    location = absolute(source)
+    if not location.startswith(S3):
+        _expand(source, format, by_extension)
+        return
+    fs = filesystem(location)
+    if not (fs.glob(location) if _is_glob(source) else fs.exists(location)):
+        raise ConfigError(MISSING.format(source))
+
+
+def _is_glob(source: str) -> bool:
+    return any(character in source for character in "*?[")
+
+
+def _expand(source: str, format: str, by_extension: bool) -> Iterable[tuple[str, str]]:
+    location = absolute(source)
+    fs = filesystem(location)
+    if fs.isfile(location):
+        _format_of(location, format)
+        return [(location, location)]
+    if _is_glob(source):
+        matches = fs.glob(location)
+        found = [inner for match in matches for inner in (_inside(fs, match) if fs.isdir(match) else [match])]
+    elif fs.isdir(location):
+        found = _inside(fs, location)
+    else:
+        raise ConfigError(MISSING.format(source))
+    paths = sorted({(S3 if location.startswith(S3) else "") + path for path in found})
+    if not paths:
+        raise ConfigError(f"source {source} matches no file; check the path")
+    if format == "auto":
+        usable = [path for path in paths if _format_and_compression(path)[0]]
+    else:
+        usable = [path for path in paths if not by_extension or _format_and_compression(path)[0] == format]
+    if not usable and by_extension and format != "auto":
+        raise ConfigError(
+            f"source {source} holds no {format} file (found {os.path.basename(paths[0])}); give another path or type"
+        )
+    if not usable:
+        raise ConfigError(
+            f"source {source} holds no text, jsonl or parquet file (found {os.path.basename(paths[0])}); "
+            "set prepare.format to say what these files are"
+        )
+    return [(path, path) for path in usable]
+
+
+def _inside(fs: Any, folder: str) -> list[str]:
+    """Every file below a folder, except hidden ones and the _SUCCESS kind that other tools leave."""
+    folder = folder.removeprefix(S3).rstrip("/")
+    below = [str(path).removeprefix(folder).lstrip("/") for path in fs.find(folder)]
+    return [f"{folder}/{path}" for path in below if not any(part.startswith((".", "_")) for part in path.split("/"))]
+
+
+def _stdlib() -> Iterable[tuple[str, str]]:
+    root = sysconfig.get_paths()["stdlib"]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
+        found += [os.path.join(folder, name) for name in files if name.endswith(".py")]
+    return sorted((f"{STDLIB}-{version}/{os.path.relpath(path, root)}", path) for path in found)
+
+
+def _format_and_compression(path: str) -> tuple[str | None, str | None]:
+    stem, extension = os.path.splitext(path.lower())
+    compression = _COMPRESSIONS.get(extension)
+    if compression:
+        extension = os.path.splitext(stem)[1]
+    return _FORMATS.get(extension), compression
+
+
+def _format_of(path: str, format: str) -> tuple[str, str | None]:
+    found, compression = _format_and_compression(path)
+    chosen = found if format == "auto" else format
+    if chosen is None:
+        raise ConfigError(f"cannot tell the format of {path}; set prepare.format to text, jsonl or parquet")
+    return chosen, None if chosen == "parquet" else compression
+
+
+def _inspect(name: str, path: str, format: str, sampled: bool) -> SourceFile:
+    chosen, compression = _format_of(path, format)
+    return SourceFile(name, path, chosen, compression, *version_of(path, sampled=sampled))
+
+
+def version_of(path: str, *, sampled: bool) -> tuple[int, str]:
+    """(bytes, version) of a file: S3's etag, or the sha256 of a local file, or of blocks of it."""
+    if path.startswith(S3):
+        info = filesystem(path).info(path)
+        return int(info["size"]), str(info.get("ETag", "")).strip('"')
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        if not sampled:
+            return size, hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        for index in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return size, SAMPLED + digest.hexdigest()
+
+
+def describe(file: SourceFile, documents: int | None) -> dict[str, Any]:
+    """The manifest's record of a source file."""
+    kind = "etag" if file.path.startswith(S3) else "sampled" if file.version.startswith(SAMPLED) else "sha256"
+    version = {kind: file.version.removeprefix(SAMPLED)}
+    return {"type": file.format, "path": file.name, "bytes": file.bytes, "documents": documents, **version}
+
+
+def plan_units(
+    files: Sequence[SourceFile], parts: Sequence[FileSource], unit_bytes: int | None = None, bad: Sequence[str] = ()
+) -> list[list[Slice]]:
+    """Units of about 2 MiB (more for corpora beyond 20 GB), in source order; a function of the files and `unit_bytes`.
+
+    A unit is of one source. Raises ConfigError for parquet files that are damaged or lack a column, and for what is
+    known to be `bad` already.
+    """
+    size = max(unit_bytes or UNIT_BYTES, sum(file.bytes for file in files) // MAX_UNITS)
+    size = -(-size // PIECE_BYTES) * PIECE_BYTES
+
+    wrong: dict[int, str] = {}
+
+    def slices(item: tuple[int, SourceFile]) -> list[tuple[Slice, int]]:
+        index, file = item
+        try:
+            return _slices(index, file, size, parts[file.source])
+        except ConfigError as error:
+            wrong[index] = str(error)
+            return []
+
+    with ThreadPoolExecutor(16) as pool:
+        sliced = list(pool.map(slices, enumerate(files)))
+    refuse([*bad, *(wrong[index] for index in sorted(wrong))])
+    units: list[list[Slice]] = [[]]
+    filled = 0
+    for file, found in zip(files, sliced, strict=True):
+        changed = units[-1] and files[units[-1][-1].file].source != file.source
+        for part, weight in found:
+            if changed or (filled + weight > size and units[-1]):
+                units.append([])
+                filled, changed = 0, False
+            units[-1].append(part)
+            filled += weight
+    return [unit for unit in units if unit]
+
+
+def _slices(index: int, file: SourceFile, size: int, source: FileSource) -> list[tuple[Slice, int]]:
+    if file.format == "parquet":
+        return _row_groups(index, file, source)
+    if file.compression or file.bytes <= size:
+        return [(Slice(index, 0, None), file.bytes)]  # a compressed stream has no way in but its beginning
+    cuts = range(0, file.bytes, size)
+    return [(Slice(index, cut, min(cut + size, file.bytes)), min(size, file.bytes - cut)) for cut in cuts]
+
+
+def _row_groups(index: int, file: SourceFile, source: FileSource) -> list[tuple[Slice, int]]:
+    metadata = parquet_metadata(file, source)
+    return [
+        (Slice(index, group, group + 1), metadata.row_group(group).total_byte_size)
+        for group in range(metadata.num_row_groups)
+    ]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,307 @@
+"""Sharded checkpoints that a kill at any moment cannot spoil.
+
+    <folder>/step-00000100/__<rank>_0.distcp   tensors, each rank its own shards (torch.distributed.checkpoint)
+    <folder>/step-00000100/.metadata           where every tensor's pieces are
+    <folder>/step-00000100/checkpoint.json     schema version, model config, tokenizer, train config, TrainState
+    <folder>/step-00000100/tokenizer/…         the tokenizer's files, unless it is the built-in one
+    <folder>/step-00000100/COMPLETE            sizes and sha256 of all of the above; written last
+
+A folder without COMPLETE does not exist for readers. The optimizer is keyed by parameter name and tensors are stored
+whole-shaped, so any number of workers can load what any other number saved. Works with or without a process group;
+functions marked "collective" must be called by all of its ranks. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from lt2.config import ConfigError, ModelConfig
+from lt2.model import LoopedLM
+from lt2.train.loop import TrainState
+from lt2_platform.remake import remaking
+from lt2_platform.storage import Storage
+from lt2_platform.train.checkpoints.contents import allocate_moments, contents, generators
+from lt2_platform.train.checkpoints.retention import Keep, kept, note_best, read_best
+from lt2_platform.train.checkpoints.shards import StorageRefusedError, load_shards, save_shards, saved_names
+from lt2_platform.train.ranks import Group, from_rank_zero, gather, is_rank_zero, on_rank_zero, rank, world_size
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+COMPLETE, INFO = "COMPLETE", "checkpoint.json"
+_NAME = re.compile(r"step-\d{8,}")
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be used: missing, damaged, or of another model or tokenizer."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says about itself, read without touching its tensors."""
+
+    uri: str
+    model: ModelConfig
+    tokenizer: dict[str, Any]
+    train: dict[str, Any]
+    state: TrainState
+
+
+def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, **options: Any) -> str:
+    """`write` what the model and the optimizer hold now. Collective."""
+    return write(folder, contents(model, optimizer), state, **options)
+
+
+def write(
+    folder: str,
+    tensors: dict[str, Any],
+    state: TrainState,
+    *,
+    config: ModelConfig,
+    tokenizer: dict[str, Any],
+    tokenizer_files: Mapping[str, bytes] | None = None,
+    train: dict[str, Any] | None = None,
+    keep: Keep | int = 2,
+    validation_loss: float | None = None,
+    pinned: Callable[[], set[str]] = set,
+    group: Group = None,
+) -> str:
+    """Write `<folder>/step-…` and return its URI; then drop what `keep` (a number: so many) does not. Collective.
+
+    tensors: `contents`, or a copy of them. validation_loss, if this very step was evaluated, makes it a candidate for
+    the best checkpoint. pinned(): names that must stay for now, asked on rank 0.
+    Raises StorageRefusedError on every rank when storage does not take it. Whatever is raised, nothing incomplete is
+    left behind if that is possible.
+
+    tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint.
+    """
+    storage, name = Storage(folder), f"step-{state.step:08d}"
+    info = {
+        "schema_version": SCHEMA_VERSION,
+        "model": config.model_dump(mode="json"),
+        "tokenizer": tokenizer,
+        "train": train or {},
+        "state": asdict(state),
+        "validation_loss": validation_loss,
+        "world_size": world_size(),
+        "versions": {package: version(package) for package in ("lt2", "torch")},
+    }
+
+    def finish() -> None:
+        for path, data in {INFO: json.dumps(info, indent=2).encode(), **(tokenizer_files or {})}.items():
+            storage.write_bytes(f"{name}/{path}", data)
+            files[path] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        storage.write_json(f"{name}/{COMPLETE}", {"files": files})
+        if validation_loss is not None:
+            note_best(folder, name, validation_loss)
+        drop(folder, Keep(keep) if isinstance(keep, int) else keep, pinned())
+
+    on_rank_zero(lambda: delete(folder, name), group)  # what a kill or a damaged file left under this name
+    try:
+        written = save_shards(tensors, storage, name, group)
+        files = {path: record for part in gather(written, group) for path, record in part.items()}
+        on_rank_zero(finish, group)
+    except StorageRefusedError:
+        with suppress(StorageRefusedError):
+            on_rank_zero(lambda: delete(folder, name), group)  # on a full disk the half of it is what is in the way
+        raise
+    except Exception:
+        with suppress(Exception):  # this error may be one rank's alone: ask nothing of the others, and hide none of it
+            if is_rank_zero() and not storage.exists(f"{name}/{COMPLETE}"):
+                delete(folder, name)
+        raise
+    return storage.join(name)
+
+
+def drop(folder: str, keep: Keep, pinned: Collection[str] = ()) -> None:
+    """Delete the complete checkpoints that neither `keep` nor `pinned` keeps."""
+    names = complete(folder)
+    stay = kept(names, keep, (read_best(folder) or {}).get("checkpoint")).union(pinned)
+    for name in names:
+        if name not in stay:
+            delete(folder, name)
+
+
+def all_names(folder: str) -> list[str]:
+    """Names of the checkpoints in `folder`, complete or not, oldest first."""
+    return sorted((name for name in Storage(folder).list() if _NAME.fullmatch(name)), key=lambda name: int(name[5:]))
+
+
+def complete(folder: str) -> list[str]:
+    """Names of the complete checkpoints in `folder`, oldest first."""
+    storage = Storage(folder)
+    return [name for name in all_names(folder) if storage.exists(f"{name}/{COMPLETE}")]
+
+
+def latest(folder: str) -> str | None:
+    """URI of the newest complete checkpoint whose files are intact, None when there is none at all. Collective.
+
+    Damaged ones are named in the log and passed over. Raises CheckpointError when every one of them is damaged:
+    training again from the start must be somebody's decision.
+    """
+    storage = Storage(folder)
+    names = from_rank_zero(complete(folder))  # every rank must walk the same listing
+    for name in reversed(names):
+        problems = [p for part in gather(damage(storage.join(name), rank(), world_size())) for p in part]
+        if not problems:
+            return storage.join(name)
+        log.error("checkpoint %s is damaged and skipped: %s", storage.join(name), "; ".join(problems))
+    if names:
+        raise CheckpointError(f"{folder}: all checkpoints are damaged ({', '.join(names)}); delete them to start over")
+    return None
+
+
+def damage(uri: str, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the checkpoint's files ([] if nothing); `part` of `parts` reads its share of them."""
+    storage = Storage(uri)
+    try:
+        files = storage.read_json(COMPLETE)["files"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        return [f"{COMPLETE}: {type(error).__name__}"] if part == 0 else []
+    found = ((name, _file_problem(storage, name, files[name])) for name in sorted(files)[part::parts])
+    return [f"{name}: {problem}" for name, problem in found if problem]
+
+
+def _file_problem(storage: Storage, name: str, expected: dict[str, Any]) -> str | None:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with storage.open(name) as file:
+            while block := file.read(2**22):
+                digest.update(block)
+                size += len(block)
+    except FileNotFoundError:
+        return "missing"
+    if size != expected["bytes"]:
+        return f"{size} bytes instead of {expected['bytes']}"
+    return None if digest.hexdigest() == expected["sha256"] else "content changed (sha256)"
+
+
+def clean(folder: str) -> list[str]:
+    """Delete what kills left behind (folders without COMPLETE) and return their names. One rank, before training."""
+    storage = Storage(folder)
+    orphans = sorted(set(all_names(folder)) - set(complete(folder)))
+    for name in orphans:
+        log.warning("deleting the incomplete checkpoint %s", storage.join(name))
+        storage.delete(name)
+    return orphans
+
+
+def read_info(uri: str) -> CheckpointInfo:
+    """The checkpoint's description. Raises CheckpointError when it is missing, incomplete or of a newer schema."""
+    storage = Storage(uri)
+    if not storage.exists(COMPLETE):
+        raise CheckpointError(f"{uri}: no complete checkpoint here; give a folder named step-… with a {COMPLETE} file")
+    info = storage.read_json(INFO)
+    if info.get("schema_version") != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{uri}: checkpoint schema {info.get('schema_version')!r}; this LT2 reads schema {SCHEMA_VERSION}"
+        )
+    model = ModelConfig.model_validate(info["model"])
+    return CheckpointInfo(storage.root, model, info["tokenizer"], info["train"], TrainState(**info["state"]))
+
+
+def resolve(uri: str) -> str:
+    """The checkpoint `uri` means: itself, or the newest one in it, its `checkpoints` or a step's `out/checkpoints`;
+    `…/best` the best."""
+    return _candidates(uri)[0]
+
+
+def _candidates(uri: str) -> list[str]:
+    """What `uri` may mean, the preferred first; never empty."""
+    storage = Storage(uri)
+    if storage.exists(COMPLETE):
+        return [storage.root]
+    if storage.root.endswith("/best"):
+        run = Storage(storage.root.removesuffix("/best"))
+        for folder in (run.root, run.join("checkpoints"), run.join("out", "checkpoints")):
+            if best := read_best(folder):
+                return [Storage(folder).join(best["checkpoint"])]
+        raise CheckpointError(f"{uri}: no checkpoint of a step that was evaluated (train.eval_every)")
+    for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
+        if names := complete(folder):
+            return [Storage(folder).join(name) for name in reversed(names)]
+    advice = remaking(uri, "give a run's folder or a checkpoint")
+    raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}; {advice}")
+
+
+def _intact(uri: str) -> str:
+    """`resolve`, but reading every file; a damaged one is passed over, loudly, when `uri` leaves a choice."""
+    candidates = _candidates(uri)
+    for candidate in candidates:
+        if not (problems := damage(candidate)):
+            return candidate
+        log.error("checkpoint %s is damaged: %s", candidate, "; ".join(problems))
+    # Beside a checkpoint that was named there may be others; a run of which none is intact must be made again.
+    advice = "use another" if candidates == [Storage(uri).root] else remaking(uri, "use another run")
+    raise CheckpointError(f"{candidates[0]}: damaged checkpoint ({'; '.join(damage(candidates[0]))}); {advice}")
+
+
+def check_matches(info: CheckpointInfo, config: ModelConfig, tokenizer: dict[str, Any]) -> None:
+    """Raise CheckpointError unless `info` holds this very model and tokenizer."""
+    theirs, ours = info.model, config
+    if theirs.vocab_size != ours.vocab_size:
+        raise CheckpointError(
+            f"{info.uri}: vocabulary of {theirs.vocab_size}, the model here has {ours.vocab_size}; "
+            "use the tokenizer the checkpoint was trained with, or another output folder"
+        )
+    if theirs != ours:
+        fields = [name for name in type(ours).model_fields if getattr(theirs, name) != getattr(ours, name)]
+        raise CheckpointError(f"{info.uri}: model differs in {', '.join(fields)}; use another output folder")
+    if info.tokenizer.get("sha256") != tokenizer.get("sha256"):
+        raise CheckpointError(
+            f"{info.uri}: trained with tokenizer {info.tokenizer.get('name')!r}, the data was made with "
+            f"{tokenizer.get('name')!r} of another content; prepare the data again or use another output folder"
+        )
+
+
+def load(uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
+    """Fill model, optimizer and this rank's RNG from a checkpoint of any number of workers. Collective.
+
+    A rank the checkpoint has no generator state for (more workers than before) keeps its own.
+    """
+    saved = saved_names(Storage(uri))
+    allocate_moments(model, optimizer, saved)
+    mine = {key: value for key, value in generators().items() if f"rng.{rank()}.{key}" in saved}
+    target = contents(model, optimizer) | {"rng": {str(rank()): mine}}
+    load_shards(target, Storage(uri))  # in place: state dicts alias parameters and moments
+    if "cpu" in mine:
+        torch.set_rng_state(mine["cpu"])
+    if "cuda" in mine:
+        torch.cuda.set_rng_state(mine["cuda"])
+    return read_info(uri).state
+
+
+def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
+    """(model on CPU in fp32 and eval mode, its config, tokenizer info) in one process; `uri` as for `resolve`.
+
+    A damaged newest checkpoint of a folder is passed over, loudly.
+
+    The tokenizer is `load_tokenizer(info["file"] or "byte")`: "file" is a full path, None for the built-in one.
+    """
+    uri = _intact(uri)
+    info = read_info(uri)
+    with torch.device("meta"):
+        model = LoopedLM(info.model)
+    model = model.to_empty(device="cpu")
+    load_shards({"model": model.state_dict()}, Storage(uri), alone=True)  # in place
+    file = info.tokenizer.get("file")
+    return model.eval(), info.model, {**info.tokenizer, "file": Storage(uri).join(file) if file else None}
+
+
+def delete(folder: str, name: str) -> None:
+    """Remove one checkpoint, whatever is left of it."""
+    storage = Storage(folder)
+    # COMPLETE goes first: a kill in between leaves an orphan, never a checkpoint with missing files.
+    storage.delete(f"{name}/{COMPLETE}")
+    storage.delete(name)

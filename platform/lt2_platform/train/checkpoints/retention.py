@@ -1,0 +1,74 @@
+"""Which checkpoints stay: the newest ones, every so many steps, and the best by validation loss.
+
+<folder>/BEST    {"checkpoint", "step", "validation_loss"} of the best checkpoint whose step was evaluated
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2.train.config import TrainConfig
+from lt2_platform.storage import Storage
+
+BEST = "BEST"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The newest `last` (at least 1), those whose step `every` divides, and the best."""
+
+    last: int = 2
+    every: int | None = None
+    best: bool = True
+
+    @classmethod
+    def of_run(cls, config: TrainConfig) -> Keep:
+        return cls(config.keep_checkpoints, config.keep_every, config.keep_best)
+
+    @classmethod
+    def parse(cls, text: str) -> Keep:
+        """From "last=2,every=1000,best"; what is left out is not kept, except the newest."""
+        fields: dict[str, Any] = {"last": 1, "best": False}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = part.partition("=")
+            if part == "best":
+                fields["best"] = True
+            elif name in ("last", "every") and value.isdecimal() and int(value) > 0:
+                fields[name] = int(value)
+            else:
+                raise ConfigError(f"keep policy {text!r}: {part!r} is not last=N, every=N or best, with N of 1 or more")
+        return cls(**fields)
+
+
+def kept(names: Sequence[str], policy: Keep, best: str | None = None) -> set[str]:
+    """Those of `names` (step-…, oldest first) that `policy` keeps."""
+    stay = set(names[-policy.last :])
+    if policy.every is not None:
+        stay |= {name for name in names if step_of(name) % policy.every == 0}
+    return stay | ({best} & set(names) if policy.best and best else set())
+
+
+def step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def read_best(folder: str) -> dict[str, Any] | None:
+    """The pointer, if there is one."""
+    try:
+        return Storage(folder).read_json(BEST)
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def note_best(folder: str, name: str, validation_loss: float) -> None:
+    """Point at `name`, unless a better checkpoint is there already."""
+    storage, best = Storage(folder), read_best(folder)
+    # A run that was rolled back writes checkpoints anew: the same step always replaces itself.
+    there = best is not None and best["checkpoint"] != name and storage.exists(f"{best['checkpoint']}/COMPLETE")
+    if best is None or not there or validation_loss < best["validation_loss"]:
+        record = {"checkpoint": name, "step": step_of(name), "validation_loss": validation_loss}
+        storage.write_json(BEST, record)

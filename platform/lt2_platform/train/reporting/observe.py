@@ -1,0 +1,73 @@
+"""Figures beside the loss that tell whether a run is well: added to the metrics of the steps that are logged."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lt2.analysis.accounting import peak_flops, training_flops
+from lt2.model import LoopedLM
+from lt2.train.loop import TrainConfig, TrainState, autocast_dtype
+
+SPIKE = 3.0  # times the running median, as in scripts/stability.py
+
+
+@dataclass
+class Observer:
+    """Callback of every rank; it comes before those that write. Adds to the metrics:
+
+    grad_spikes: logged gradient norms, since this attempt began, beyond SPIKE times the median of the 64 before.
+    rho_norm_<loop>: L2 norm of each loop's residual gain, for a model that has them.
+    peak_memory_gb: this rank's peak since the last logged step (GPU, allocated) or since the process began (CPU, RSS).
+    mfu: model FLOPs (lt2.analysis.accounting.training_flops) of the learned tokens over the cards' dense bf16 peak;
+        only where the card is known and the run is in bf16.
+    """
+
+    model: LoopedLM
+    flops_per_token: float
+    peak: float | None  # FLOP/s of all cards
+    device: torch.device
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    spikes: int = 0
+
+    @classmethod
+    def build(cls, model: LoopedLM, config: TrainConfig, seq_len: int, device: torch.device) -> Observer:
+        bf16 = autocast_dtype(config.precision, device) == torch.bfloat16
+        card = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and bf16 else None
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        flops = training_flops(model.config, seq_len) if card else 0.0
+        return cls(model, flops, card * world_size if card else None, device)
+
+    def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
+        norm = metrics["grad_norm"]
+        if len(self.norms) >= 8 and norm > SPIKE * statistics.median(self.norms):
+            self.spikes += 1
+        self.norms.append(norm)
+        metrics["grad_spikes"] = self.spikes
+        metrics["peak_memory_gb"] = peak_memory(self.device) / 1e9
+        if self.model.rho is not None:
+            rho = _whole(self.model.rho.detach())
+            for loop, value in enumerate(torch.linalg.vector_norm(rho, dim=1).tolist()):
+                metrics[f"rho_norm_{loop}"] = value
+        if self.peak is not None:
+            metrics["mfu"] = metrics["tokens_per_s"] * self.flops_per_token / self.peak
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the GPU at most since the last call, or this process's largest resident set."""
+    if device.type != "cuda":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

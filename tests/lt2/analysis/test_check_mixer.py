@@ -1,0 +1,134 @@
+"""check_mixer on a user's file: a sound mixer passes, and each kind of bug fails the check that is about it."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from lt2.analysis.check_mixer import check_mixer
+from lt2.analysis.parity import CHECKS
+from lt2.config import ConfigError, ModelConfig
+
+# An exponential moving sum, with a switch for every mistake one can make in a mixer.
+SOURCE = """
+import torch
+from pydantic import Field
+from torch import nn
+from typing import ClassVar, Literal
+from lt2.config import MixerConfig
+
+class MovingSumConfig(MixerConfig):
+    module: ClassVar[str] = "MovingSum"
+    weights: ClassVar[str] = "moving_sum"
+    type: Literal["moving_sum"] = "moving_sum"
+    fault: str = ""
+    lost: int = Field(0, exclude=True)
+
+    def check(self, dims):
+        if self.fault == "refused":
+            raise ValueError(f"moving_sum: dim {dims.dim} is refused")
+
+    def cache_spec(self, dims, max_len):
+        if self.fault == "no cache spec":
+            return super().cache_spec(dims, max_len)
+        extra = {"unused": ((3,), "compute")} if self.fault == "unused cache" else {}
+        return {"state": ((dims.dim,), "float32"), **extra}
+
+    def sequence_flops(self, dims, seq_len):
+        return 0.0 if self.fault == "no flops" else 2.0 * dims.dim
+
+class MovingSum(nn.Module):
+    def __init__(self, config, dims):
+        super().__init__()
+        self.v_proj = nn.Linear(dims.dim, dims.dim, bias=False)
+        self.decay_proj = nn.Linear(dims.dim, dims.dim, bias=False)
+        self.o_proj = nn.Linear(dims.dim, dims.dim, bias=False)
+        self.spare_proj = nn.Linear(dims.dim, dims.dim) if config.fault == "unused weights" else None
+
+    def forward(self, x, spec, seq, cache):
+        v, decay = self.v_proj(x), torch.sigmoid(self.decay_proj(x))
+        if spec.fault == "batch":
+            v = v - v.mean(0, keepdim=True)
+        if spec.fault == "future":
+            v = v - v.mean(1, keepdim=True)
+        state = torch.zeros_like(x[:, 0]) if cache is None or spec.fault == "forgets" else cache["state"].clone()
+        outputs = []
+        for t in range(x.shape[1]):
+            if seq.reset is not None and spec.fault != "documents":
+                state = state.masked_fill(seq.reset[:, t, None], 0.0)
+            new = decay[:, t] * state + v[:, t]
+            if seq.valid is not None and spec.fault != "padding":
+                new = torch.where(seq.valid[:, t, None], new, state)
+            state = new
+            outputs.append(state)
+        if cache is not None and spec.fault == "replaces":
+            cache["state"] = state
+        elif cache is not None:
+            cache["state"].copy_(state)
+        return self.o_proj(torch.stack(outputs, 1)), None
+"""
+
+DECODING = {"decode_matches_forward", "chunked_prefill", "padding_leaks_nothing"}
+EVERY_CACHE = {*DECODING, "batch_invariance", "cache_accounting"}
+FAULTS = {
+    "": set(),
+    "batch": {"batch_invariance", "padding_leaks_nothing", "documents_leak_nothing"},
+    "future": {"causality", "documents_leak_nothing", *DECODING},
+    "forgets": DECODING,
+    "documents": {"documents_leak_nothing"},
+    "padding": {"padding_leaks_nothing"},
+    "replaces": {"cache_accounting"},
+    "unused cache": {"cache_accounting"},
+    "unused weights": {"gradients_flow"},
+    "no cache spec": EVERY_CACHE,
+    "no flops": {"flops_accounted"},
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "moving_sum.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_fails_its_check(source, fault):
+    report = check_mixer(f"{source}:MovingSumConfig", fields={"fault": fault})
+    assert {check.name for check in report.checks} == set(CHECKS)
+    assert {check.name for check in report.checks if not check.passed} == FAULTS[fault], report
+    assert report.passed == (fault == "")
+    assert str(report).count("FAIL") == len(FAULTS[fault])
+
+
+def test_a_field_that_is_not_written_fails_the_round_trip(source):
+    report = check_mixer(f"{source}:MovingSumConfig", fields={"lost": 1})
+    assert [check.name for check in report.checks if not check.passed] == ["config_round_trip"]
+    assert "config changed" in str(report)
+
+
+@pytest.mark.parametrize("name", ["gdn", "full"])
+def test_shipped_mixers_are_checked_by_type(name):
+    assert check_mixer(name).passed
+
+
+def test_bad_requests_are_user_errors(source, tmp_path):
+    with pytest.raises(ConfigError, match="no mixer 'gnd'; give path.py:MyMixerConfig or one of"):
+        check_mixer("gnd")
+    with pytest.raises(ConfigError, match="absent.py' does not exist"):
+        check_mixer(f"{tmp_path}/absent.py:X")
+    with pytest.raises(ConfigError, match="defines no MixerConfig named 'MovingSum'"):
+        check_mixer(f"{source}:MovingSum")
+    with pytest.raises(ConfigError, match="unknown key 'falt'; did you mean 'fault'"):
+        check_mixer(f"{source}:MovingSumConfig", fields={"falt": "x"})
+    with pytest.raises(ConfigError, match="moving_sum: dim 32 is refused"):
+        check_mixer(f"{source}:MovingSumConfig", fields={"fault": "refused"})
+    with pytest.raises(ConfigError, match="seq_len is 8"):
+        check_mixer("gdn", seq_len=8)
+
+
+def test_a_missing_source_is_named(tmp_path):
+    mixer = {"type": "moving_sum", "source": str(tmp_path / "gone.py")}
+    sizes = {"vocab_size": 5, "dim": 8, "n_layers": 1, "num_heads": 1}
+    with pytest.raises((ConfigError, ValidationError), match="gone.py' does not exist"):
+        ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": mixer}})

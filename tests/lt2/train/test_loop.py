@@ -1,0 +1,208 @@
+"""The loop itself: what is accumulated, reduced, scheduled, reported and resumed."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch.distributed.tensor import DTensor
+
+from lt2.config import ConfigError
+from lt2.train import parallel
+from lt2.train.loop import Batch, NonFiniteLossError, TrainConfig, TrainState, train
+from lt2.train.loss import IGNORE, next_token_objective
+from lt2.train.optim import adamw, warmup_cosine
+from tests.lt2.looped_toy import toy
+from tests.ranks import run_ranks
+
+L, G = 6, 8
+CONFIG = TrainConfig(steps=5, global_batch_size=G, lr=1e-2, warmup_steps=2, log_every=1, seed=3)
+
+
+class Recorder:
+    def __init__(self):
+        self.steps, self.checkpoints, self.evals, self.ended = [], [], [], 0
+
+    def on_step(self, state, metrics):
+        self.steps.append((state.step, metrics))
+
+    def on_checkpoint(self, state, model, optimizer):
+        assert all(parameter in optimizer.state for parameter in model.parameters())
+        self.checkpoints.append(
+            (copy.copy(state), copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()))
+        )
+
+    def on_eval(self, state, model):
+        model.eval()
+        with torch.no_grad():  # gathers every block; the checkpoint that follows must see the shards again
+            model(torch.zeros(1, L, dtype=torch.int64))
+        self.evals.append(state.step)
+
+    def on_end(self, state):
+        self.ended += 1
+
+    @property
+    def losses(self):
+        return [metrics["loss"] for _, metrics in self.steps]
+
+
+def batches(position=0, rank=0, world=1):
+    """Rows with different numbers of counted tokens, so that weighting by rows instead of tokens is caught."""
+    for step in range(position // G, 100):
+        g = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 17, (G, L + 1), generator=g)
+        mask = torch.rand(G, L + 1, generator=g) < torch.linspace(0.1, 1, G).unsqueeze(1)
+        share = slice(rank * G // world, (rank + 1) * G // world)
+        yield Batch(tokens=tokens[share], loss_mask=mask[share])
+
+
+def run(config=CONFIG, *, state=None, model=None, optimizer=None, sharding=None, data=None, **toy_options):
+    model = model if model is not None else toy(**toy_options)
+    optimizer = optimizer or adamw(model, lr=config.lr)
+    schedule = warmup_cosine(lr=config.lr, steps=CONFIG.steps, warmup_steps=config.warmup_steps)
+    recorder = Recorder()
+    state = state or TrainState()
+    objective = next_token_objective(z_loss=config.z_loss)
+    data = data or batches(state.position)
+    train(model, objective, data, optimizer, schedule, config, state, [recorder], sharding=sharding)
+    return recorder, model, state
+
+
+def plain_loop(aux):
+    """The same training written naively: full logits, one batch, mean over counted tokens, torch's own clipping."""
+    model = toy(aux=aux)
+    decay = [p for n, p in model.named_parameters() if p.ndim == 2 and n != "rho"]
+    rest = [p for n, p in model.named_parameters() if p.ndim != 2 or n == "rho"]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    losses, norms = [], []
+    for step, batch in zip(range(CONFIG.steps), batches()):
+        for group in optimizer.param_groups:
+            cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2) / (CONFIG.steps - 3)))
+            group["lr"] = 1e-2 * ((step + 1) / 2 if step < 2 else cosine)
+        output = model(batch.tokens[:, :-1])
+        targets = batch.tokens[:, 1:].masked_fill(~batch.loss_mask[:, 1:], IGNORE)
+        loss = F.cross_entropy((output.hidden @ model.head_weight.T).flatten(0, 1), targets.flatten())
+        loss = loss + sum(output.aux.values())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, model
+
+
+@pytest.mark.parametrize("aux", [0.0, 0.3])
+def test_one_batch_equals_a_naive_loop(aux):
+    losses, norms, reference = plain_loop(aux)
+    recorder, model, _ = run(aux=aux)
+    assert recorder.losses == pytest.approx(losses, rel=1e-10)
+    assert [m["grad_norm"] for _, m in recorder.steps] == pytest.approx(norms, rel=1e-9)
+    assert max(norms) > 1  # clipping did something
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_accumulation_weights_by_tokens(micro):
+    losses, _, _ = plain_loop(0.0)
+    recorder, _, state = run(CONFIG.model_copy(update={"micro_batch_size": micro}))
+    assert recorder.losses == pytest.approx(losses, rel=1e-10)
+    assert state.position == CONFIG.steps * G
+    counted = sum(int(b.loss_mask[:, 1:].sum()) for _, b in zip(range(CONFIG.steps), batches()))
+    assert state.tokens == counted
+
+
+def rank_runs():
+    return [rank_run(micro) for micro in (None, 2)]
+
+
+def rank_run(micro):
+    model = toy()
+    sharding = parallel.shard(model, parallel.data_mesh("cpu"))
+    rank = dist.get_rank()
+    config = CONFIG.model_copy(update={"micro_batch_size": micro, "eval_every": 2, "checkpoint_every": 2})
+    recorder, model, state = run(config, model=model, sharding=sharding, data=batches(0, rank, 2))
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    return recorder.losses, [m["grad_norm"] for _, m in recorder.steps], whole, state, recorder.evals
+
+
+def test_two_ranks_equal_one_process():
+    losses, norms, reference = plain_loop(0.0)
+    for runs in run_ranks(rank_runs, 2):
+        for rank_losses, rank_norms, weights, state, evals in runs:
+            assert rank_losses == pytest.approx(losses, rel=1e-10)
+            assert rank_norms == pytest.approx(norms, rel=1e-9)
+            assert evals == [2, 4]
+            assert state.position == CONFIG.steps * G
+            for name, value in reference.state_dict().items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-7, atol=1e-9)
+
+
+def test_resume_from_a_checkpoint_is_bit_equal():
+    config = CONFIG.model_copy(update={"checkpoint_every": 2})
+    whole, final, _ = run(config)
+    assert [state.step for state, _, _ in whole.checkpoints] == [2, 4, 5]
+    state, weights, moments = whole.checkpoints[0]
+    model = toy(seed=99)
+    model.load_state_dict(weights)
+    optimizer = adamw(model, lr=1.0)
+    optimizer.load_state_dict(moments)
+    resumed, again, _ = run(config, state=state, model=model, optimizer=optimizer)
+    assert resumed.losses == whole.losses[2:]
+    assert all(torch.equal(a, b) for a, b in zip(final.parameters(), again.parameters()))
+
+
+def test_callbacks_come_when_due_and_the_last_step_is_always_logged_and_saved():
+    config = CONFIG.model_copy(update={"log_every": 2, "checkpoint_every": 3, "eval_every": 4})
+    recorder, model, _ = run(config)
+    assert [step for step, _ in recorder.steps] == [2, 4, 5]
+    assert [state.step for state, _, _ in recorder.checkpoints] == [3, 5]
+    assert recorder.evals == [4]
+    assert model.training
+    assert recorder.ended == 1
+    expected = {"loss", "ce", "lr", "grad_norm", "tokens_per_s", "step_time", "data_wait", "data_wait_fraction"}
+    assert all(metrics.keys() == expected for _, metrics in recorder.steps)
+
+
+def test_no_clipping_leaves_the_gradient_alone():
+    clipped, _, _ = run()
+    free, _, _ = run(CONFIG.model_copy(update={"grad_clip": None}))
+    assert free.losses[0] == clipped.losses[0]
+    assert free.losses[-1] != clipped.losses[-1]
+
+
+def test_a_step_without_a_single_counted_token_changes_no_gradient():
+    empty = Batch(tokens=torch.zeros(G, L + 1, dtype=torch.int64), loss_mask=torch.zeros(G, L + 1, dtype=torch.bool))
+    recorder, _, _ = run(CONFIG.model_copy(update={"steps": 1, "warmup_steps": 0}), data=iter([empty]))
+    assert recorder.losses == [0.0]
+    assert recorder.steps[0][1]["grad_norm"] == 0.0
+
+
+def test_a_loss_that_is_not_finite_stops_before_a_checkpoint():
+    model = toy()
+    with torch.no_grad():
+        model.norm.weight[0] = math.nan
+    with pytest.raises(NonFiniteLossError, match=r"step 1: loss nan.*lower train\.lr"):
+        run(CONFIG.model_copy(update={"checkpoint_every": 1}), model=model)
+
+
+def test_data_that_ends_early_is_named():
+    with pytest.raises(ConfigError, match="the data ended at step 1 of 5"):
+        run(data=iter([next(batches())]))
+
+
+def test_bf16_runs_matmuls_in_bf16_and_keeps_fp32_weights():
+    recorder, model, _ = run(CONFIG.model_copy(update={"precision": "bf16"}), dtype=torch.float32)
+    exact, _, _ = run(dtype=torch.float32)
+    assert recorder.losses == pytest.approx(exact.losses, rel=2e-2)
+    assert recorder.losses != exact.losses
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_warmup_longer_than_the_run_is_refused():
+    with pytest.raises(ValidationError, match="warmup_steps 5 leaves no step of 5"):
+        TrainConfig(steps=5, global_batch_size=1, warmup_steps=5)

@@ -1,0 +1,94 @@
+"""Objectives by config: the shipped ones, and one from a file of the user's own."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from lt2.config import ConfigError, ModelConfig, UniformLayout, explain
+from lt2.mixer_configs import FullConfig
+from lt2.model import build
+from lt2.train.config import TrainConfig
+from lt2.train.loop import Batch
+from lt2.train.objectives import ExitGateConfig, NextTokenConfig
+
+OWN = """
+from typing import ClassVar, Literal
+from lt2.train.loss import next_token_objective
+from lt2.train.objectives import ObjectiveConfig
+
+class ScaledConfig(ObjectiveConfig):
+    module: ClassVar[str] = "scaled"
+    type: Literal["scaled"] = "scaled"
+    factor: float = 2.0
+
+def scaled(config, train):
+    inner = next_token_objective(document_mask=train.document_mask)
+    def objective(model, batch):
+        loss, n_tokens, metrics = inner(model, batch)
+        return config.factor * loss, n_tokens, metrics
+    return objective
+"""
+
+
+def train_config(**fields) -> TrainConfig:
+    return TrainConfig(steps=1, global_batch_size=1, **fields)
+
+
+@pytest.fixture
+def model():
+    config = ModelConfig(
+        vocab_size=20,
+        dim=16,
+        n_layers=1,
+        n_loops=2,
+        num_heads=2,
+        ffn_hidden=16,
+        layout=UniformLayout(mixer=FullConfig()),
+    )
+    return build(config, seed=0)
+
+
+def batch() -> Batch:
+    return Batch(tokens=torch.arange(14).view(2, 7))
+
+
+def test_next_token_is_the_default():
+    assert isinstance(train_config().objective, NextTokenConfig)
+    assert isinstance(train_config(objective={"type": "exit_gate"}).objective, ExitGateConfig)
+
+
+def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):
+    file = tmp_path / "scaled.py"
+    file.write_text(OWN)
+    config = train_config(objective={"type": "scaled", "source": str(file), "factor": 3.0})
+    replayed = TrainConfig.model_validate_json(config.model_dump_json())
+    assert pickle.loads(pickle.dumps(replayed)) == config
+    loss, n_tokens, _ = replayed.objective.build(replayed)(model, batch())
+    plain, expected, _ = train_config().objective.build(config)(model, batch())
+    assert n_tokens == expected == 12
+    torch.testing.assert_close(loss, 3 * plain)
+
+
+def test_a_misspelt_objective_names_the_nearest():
+    with pytest.raises(ValidationError) as error:
+        train_config(objective={"type": "next_tokn"})
+    assert "did you mean 'next_token'?" in explain(error.value, "train")
+
+
+def test_a_misspelt_key_names_the_nearest():
+    with pytest.raises(ValidationError) as error:
+        train_config(objective={"type": "exit_gate", "entropy_wieght": 0.1})
+    assert "did you mean 'entropy_weight'?" in explain(error.value, "train")
+
+
+def test_the_exit_gate_objective_needs_a_gate_and_no_z_loss(model):
+    config = train_config(objective=ExitGateConfig())
+    with pytest.raises(ConfigError, match="halting"):
+        config.objective.build(config)(model, batch())
+    config = train_config(objective=ExitGateConfig(), z_loss=1e-4)
+    with pytest.raises(ConfigError, match="z_loss"):
+        config.objective.build(config)

@@ -1,0 +1,53 @@
+import pytest
+import torch
+from torch import nn
+
+from lt2.train.optim import adamw, set_lr, warmup_cosine
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.rho = nn.Parameter(torch.zeros(2, 4))
+        self.A_log = nn.Parameter(torch.zeros(2, 2))
+        self.frozen = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+
+
+def decayed_names(model, **options):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = adamw(model, lr=1e-3, weight_decay=0.1, **options).param_groups
+    return {names[p] for group in groups if group["weight_decay"] for p in group["params"]}, {
+        names[p] for group in groups for p in group["params"]
+    }
+
+
+def test_only_matrices_decay():
+    decayed, trained = decayed_names(Toy())
+    assert decayed == {"embed.weight", "linear.weight"}
+    assert trained == {"embed.weight", "linear.weight", "linear.bias", "norm.weight", "norm.bias", "rho", "A_log"}
+
+
+def test_decay_all_decays_every_trained_parameter():
+    decayed, trained = decayed_names(Toy(), decay_all=True)
+    assert decayed == trained
+
+
+def test_schedule_warms_up_linearly_and_ends_on_the_floor():
+    lr = warmup_cosine(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1)
+    assert [lr(s) for s in range(10)] == pytest.approx([0.2 * (s + 1) for s in range(10)], rel=1e-12)
+    assert lr(10) == 2.0
+    assert lr(109) == pytest.approx(0.2, rel=1e-12)
+    assert lr(10 + 99 / 3) == pytest.approx(0.2 + 1.8 * 0.75, rel=1e-12)  # cos(60°) = 1/2
+    assert all(lr(s) > lr(s + 1) for s in range(10, 109))
+    assert lr(10_000) == pytest.approx(0.2, rel=1e-12)
+
+
+def test_set_lr_honours_a_groups_own_scale():
+    model = Toy()
+    optimizer = adamw(model, lr=1e-3)
+    optimizer.param_groups[0]["lr_scale"] = 0.5
+    set_lr(optimizer, 0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]

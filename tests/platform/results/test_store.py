@@ -1,0 +1,181 @@
+"""The results store: what is written is what is read."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pyarrow.parquet as pq
+import pytest
+
+from lt2.config import ConfigError
+from lt2_platform.results import index as results_index
+from lt2_platform.results.index import compact
+from lt2_platform.results.store import COMPACT_AFTER, ResultsStore, differences, flatten
+from lt2_platform.storage import Storage
+
+from .conftest import Clock, parts, values
+
+
+@pytest.fixture(params=["local", "s3"])
+def storage(request, tmp_path):
+    return Storage(str(tmp_path / "store") if request.param == "local" else request.getfixturevalue("s3_root"))
+
+
+def test_a_run_reads_back_as_logged(storage):
+    store = ResultsStore(storage)
+    with store.create_run("pretrain-1", {"config": {"train": {"lr": 1e-3}}, "git": "abc"}) as writer:
+        writer.log(0, {"loss": 5.0, "lr": 0.1})
+        writer.log(1, {"loss": math.nan})
+        writer.log(2, {"loss": math.inf})
+        writer.log_eval("perplexity", [{"task": "validation", "metric": "ppl", "value": 12.5, "tokens": 7}])
+        writer.close({"tokens": 3})
+    assert values(store, "pretrain-1", "lr") == {0: 0.1}
+    loss = values(store, "pretrain-1", "loss")
+    assert loss[0] == 5.0
+    assert math.isnan(loss[1])
+    assert loss[2] == math.inf
+    (run,) = store.runs()
+    assert (run.run_id, run.state, run.step, run.info) == ("pretrain-1", "finished", 2, {"git": "abc"})
+    assert run.last == {"lr": (0, 0.1), "loss": (2, math.inf)}
+    assert storage.read_json("runs/pretrain-1/summary.json") == {"tokens": 3}
+    assert store.index().evals[0][2] == {"task": "validation", "metric": "ppl", "value": 12.5, "tokens": 7}
+
+
+def test_compaction_changes_nothing_a_reader_sees(storage):
+    store = ResultsStore(storage)
+    for number in range(3):
+        with store.create_run(f"run-{number}", {"config": {"seed": number}}) as writer:
+            writer.log(4, {"loss": float(number)})
+    live = store.create_run("live", {"config": {"seed": 9}})
+    live.log(1, {"loss": 1.0})
+    live.flush()
+    store.log_eval("run-1", "harness", [{"task": "piqa", "metric": "acc", "value": 0.7}])
+    before, version = store.index(), store.version()
+    assert compact(storage) == 1
+    assert store.index() == before
+    assert store.version() != version
+    assert storage.list(results_index.JOURNAL) == ["live.json"]
+    store.log_eval("run-2", "harness", [{"task": "piqa", "metric": "acc", "value": 0.8}])
+    live.close()
+    assert compact(storage) == 2
+    assert len(store.index().evals) == 2
+    assert store.run("live").state == "finished"
+
+
+def test_results_rows_name_what_differs(local):
+    for seed, loss in ((1, 2.0), (2, 3.0)):
+        with local.create_run(f"r{seed}", {"config": {"train": {"seed": seed, "steps": 9}}}) as writer:
+            writer.log(8, {"loss": loss})
+            writer.close({"tokens": 10, "note": "x"})
+    local.log_eval("r1", "ppl", [{"task": "val", "metric": "ppl", "value": 7.0, "step": 8}])
+    rows = local.results()
+    assert {"run": "r1", "step": 8, "metric": "loss", "value": 2.0, "config": {"train.seed": 1}} in rows
+    assert {"run": "r2", "step": 8, "metric": "summary.tokens", "value": 10.0, "config": {"train.seed": 2}} in rows
+    assert {"run": "r1", "step": 8, "metric": "ppl/val/ppl", "value": 7.0, "config": {"train.seed": 1}} in rows
+
+
+def test_parts_are_flushed_on_time_and_size_and_at_the_end(local, monkeypatch):
+    clock = Clock()
+    writer = local.create_run("r", {}, clock=clock)
+    writer.log(0, {"loss": 1.0})
+    assert parts(local, "r") == []
+    clock.now += 2
+    writer.log(1, {"loss": 1.0})
+    assert len(parts(local, "r")) == 1
+    clock.now += 3  # the second wait is twice the first
+    writer.log(2, {"loss": 1.0})
+    assert len(parts(local, "r")) == 1
+    monkeypatch.setattr("lt2_platform.results.store.FLUSH_ROWS", 3)
+    writer.log(3, {"loss": 1.0, "lr": 1.0})
+    assert len(parts(local, "r")) == 2
+    writer.log(4, {"loss": 1.0})
+    writer.close()
+    assert len(parts(local, "r")) == 3
+    assert sorted(values(local, "r", "loss")) == [0, 1, 2, 3, 4]
+
+
+def test_long_runs_are_flushed_about_every_minute(local):
+    clock = Clock()
+    writer = local.create_run("r", {}, clock=clock)
+    for step in range(3600):
+        clock.now += 1
+        writer.log(step, {"loss": 1.0})
+    assert 60 <= len(parts(local, "r")) <= 66
+
+
+def test_another_config_under_the_same_run_is_refused(local):
+    local.create_run("r", {"config": {"train": {"lr": 0.1}}, "git": "a"}).close()
+    local.create_run("r", {"config": {"train": {"lr": 0.1}}, "git": "b"}).close()
+    with pytest.raises(ConfigError, match=r"run r exists with another config \(train.lr 0.1 → 0.2\)"):
+        local.create_run("r", {"config": {"train": {"lr": 0.2}}})
+    assert local.storage.read_json("runs/r/run.json")["git"] == "a"
+
+
+def test_a_setting_added_since_does_not_make_it_another_run(local):
+    local.create_run("r", {"config": {"train": {"lr": 0.1}}}).close()
+    local.create_run("r", {"config": {"train": {"lr": 0.1, "rollbacks": 2}}}).close()
+    with pytest.raises(ConfigError, match="another config"):
+        local.create_run("r", {"config": {"train": {"rollbacks": 2}}})
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "../x", ".hidden", "a b", "x" * 129, "é", "a\n", "-rf", "a~b"])
+def test_names_that_are_no_file_names_are_refused(local, name):
+    with pytest.raises(ConfigError, match="run id"):
+        local.create_run(name, {})
+    with pytest.raises(ConfigError, match="run id"):
+        local.metrics(name)
+    with pytest.raises(ConfigError, match="run id"):
+        local.curves(name)
+    with pytest.raises(ConfigError, match="evaluation name"):
+        local.log_eval("r", name, [{"value": 1}])
+
+
+def test_secrets_are_not_stored(local):
+    info = {
+        "config": {"s3": {"secret_access_key": "hush", "tokens": 5}, "list": [{"api_key": "hush"}]},
+        "hf_token": "hush",
+    }
+    local.create_run("r", info).close({"password": "hush"})
+    stored = b"".join(local.storage.read_bytes(p) for p in local.storage.glob("**/*.json"))
+    assert b"hush" not in stored
+    assert local.run("r").config["s3"]["tokens"] == 5
+
+
+def test_unknown_run_is_one_line(local):
+    with pytest.raises(ConfigError, match="no run 'nope' under"):
+        local.run("nope")
+
+
+def test_readers_never_list_the_runs_folder(local, monkeypatch):
+    with local.create_run("r", {}) as writer:
+        writer.log(0, {"loss": 1.0})
+    listed = []
+    original = Storage.list
+    monkeypatch.setattr(Storage, "list", lambda self, path="": listed.append(path) or original(self, path))
+    monkeypatch.setattr(Storage, "glob", lambda *_: pytest.fail("glob"))
+    local.index(), local.version(), local.curves("r")
+    assert "runs" not in listed
+    assert "" not in listed
+
+
+def test_journal_is_folded_before_it_grows_long(local):
+    for number in range(COMPACT_AFTER + 1):
+        local.create_run(f"r{number}", {}).close()
+    assert len(local.storage.list(results_index.JOURNAL)) < COMPACT_AFTER
+    assert len(local.runs()) == COMPACT_AFTER + 1
+
+
+def test_differences_and_flatten():
+    configs = {"a": {"x": {"y": 1, "z": [1]}, "same": 0}, "b": {"x": {"y": 2, "z": [1]}, "same": 0, "new": True}}
+    assert differences(configs) == {"a": {"new": None, "x.y": 1}, "b": {"new": True, "x.y": 2}}
+    assert flatten({"a": {"b": {"c": 1}}, "d": []}) == {"a.b.c": 1, "d": []}
+    assert json.dumps(differences({})) == "{}"
+
+
+def test_evaluation_rows_may_have_different_keys(local):
+    local.create_run("r", {"config": {}}).close()
+    local.log_eval("r", "mixed", [{"metric": "a", "value": 1.0}, {"metric": "b", "value": 2.0, "note": "late"}])
+    (path,) = local.storage.list("runs/r/evals")
+    with local.storage.open(f"runs/r/evals/{path}") as file:
+        assert pq.read_table(file).to_pylist()[1] == {"metric": "b", "value": 2.0, "note": "late"}

@@ -1,0 +1,273 @@
+"""Saving, finding, checking and loading checkpoints, on one process and on gloo ranks."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lt2.model import build
+from lt2.train import parallel
+from lt2.train.loop import Batch, TrainState
+from lt2.train.loss import next_token_objective
+from lt2.train.optim import adamw
+from lt2_platform.storage import Storage
+from lt2_platform.train.checkpoints import checkpoint
+from tests.platform.train.packed import TOKENIZER, model_config
+from tests.ranks import run_ranks
+
+
+def trained(seed=0, steps=1):
+    """A model and optimizer some steps from their beginning, sharded when there are ranks."""
+    model = build(model_config(), seed=seed)
+    mesh = parallel.data_mesh("cpu")
+    sharding = parallel.shard(model, mesh) if mesh is not None else None
+    optimizer = adamw(model, lr=1e-2)
+    for step in range(steps):
+        tokens = torch.randint(0, 23, (2, 9), generator=torch.Generator().manual_seed(step))
+        with parallel.micro_step(sharding, last=True):
+            next_token_objective()(model, Batch(tokens=tokens))[0].backward()
+        parallel.reduce_replicated_gradients(sharding)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(folder, model, optimizer, step=1, **options):
+    state = TrainState(step=step, position=8 * step, tokens=96 * step, loss=1.5)
+    return checkpoint.save(str(folder), model, optimizer, state, config=model_config(), tokenizer=TOKENIZER, **options)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def contents(model, optimizer):
+    """Every weight and moment under its name, gathered."""
+    weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    moments = {
+        f"{name}.{key}": whole(value)
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state[p].items()
+    }
+    return weights | moments
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+def test_load_restores_weights_moments_state_and_rng_bit_for_bit(tmp_path):
+    model, optimizer = trained()
+    torch.manual_seed(7)
+    uri = save(tmp_path, model, optimizer)
+    drawn = torch.rand(3)
+    other, fresh = trained(seed=1, steps=0)
+    torch.manual_seed(8)
+    state = checkpoint.load(uri, other, fresh)
+    assert state == TrainState(step=1, position=8, tokens=96, loss=1.5)
+    assert_same(contents(model, optimizer), contents(other, fresh))
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def rank_save_and_load(folder):
+    model, optimizer = trained(steps=2)
+    torch.manual_seed(dist.get_rank())
+    uri = save(folder, model, optimizer)
+    saved, draw = contents(model, optimizer), torch.rand(2)
+    return uri, saved, draw, *rank_load(uri)
+
+
+def rank_load(uri):
+    model, optimizer = trained(seed=3, steps=0)
+    torch.manual_seed(99)
+    checkpoint.load(uri, model, optimizer)
+    return contents(model, optimizer), torch.rand(2)
+
+
+def test_two_ranks_save_what_one_and_two_ranks_load(tmp_path):
+    ranks = run_ranks(rank_save_and_load, 2, str(tmp_path))
+    uri, saved = ranks[0][:2]
+    for _, _, draw, loaded, draw_again in ranks:
+        assert_same(saved, loaded)
+        assert torch.equal(draw, draw_again)  # each rank has its own generator back
+    assert sorted(path.name for path in Path(uri).glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    model, optimizer = trained(seed=3, steps=0)
+    checkpoint.load(uri, model, optimizer)
+    assert_same(saved, contents(model, optimizer))
+
+
+def test_one_process_saves_what_two_ranks_load(tmp_path):
+    model, optimizer = trained()
+    uri = save(tmp_path, model, optimizer)
+    (first, _), (second, draw) = run_ranks(rank_load, 2, uri)
+    assert_same(contents(model, optimizer), first)
+    assert_same(first, second)
+    assert torch.equal(draw, torch.rand(2, generator=torch.Generator().manual_seed(99)))  # rank 1 keeps its own
+
+
+def test_load_model_needs_nothing_but_the_folder(tmp_path):
+    model, optimizer = trained()
+    files = {"tokenizer/vocab.json": b"{}"}
+    tokenizer = TOKENIZER | {"file": "tokenizer/vocab.json"}
+    state = TrainState(step=3)
+    uri = checkpoint.save(
+        str(tmp_path / "checkpoints"), model, optimizer, state,
+        config=model_config(), tokenizer=tokenizer, tokenizer_files=files,
+    )  # fmt: skip
+    for place in (uri, str(tmp_path), str(tmp_path / "checkpoints")):
+        loaded, config, info = checkpoint.load_model(place)
+        assert config == model_config()
+        assert Path(info["file"]).read_bytes() == b"{}"
+        assert not loaded.training
+        tokens = torch.arange(10).unsqueeze(0)
+        assert torch.equal(loaded(tokens).hidden, model.eval()(tokens).hidden)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    model, optimizer = trained()
+    for step in (1, 2, 3, 10):
+        save(tmp_path, model, optimizer, step, keep=2)
+    assert checkpoint.complete(str(tmp_path)) == ["step-00000003", "step-00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
+    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000010")
+
+
+def test_an_incomplete_checkpoint_is_invisible_and_cleaned(tmp_path):
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer, 1)
+    uri = save(tmp_path, model, optimizer, 2)
+    Path(uri, "COMPLETE").unlink()
+    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")
+    with pytest.raises(checkpoint.CheckpointError, match="no complete checkpoint here"):
+        checkpoint.read_info(uri)
+    assert checkpoint.clean(str(tmp_path)) == ["step-00000002"]
+    assert not Path(uri).exists()
+    assert checkpoint.clean(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("fault", ["flipped byte", "short", "missing", "info", "metadata"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, fault):
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer, 1)
+    uri = Path(save(tmp_path, model, optimizer, 2))
+    file = uri / {"info": "checkpoint.json", "metadata": ".metadata"}.get(fault, "__0_0.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data[:-1] if fault == "short" else data)
+    if fault == "missing":
+        file.unlink()
+    with caplog.at_level(logging.ERROR):
+        assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")
+    assert f"step-00000002 is damaged and skipped: {file.name}: " in caplog.text
+    with pytest.raises(checkpoint.CheckpointError, match=f"damaged checkpoint \\({file.name}"):
+        checkpoint.load_model(str(uri))
+    save(tmp_path, model, optimizer, 2)  # the resumed run reaches step 2 again
+    assert checkpoint.latest(str(tmp_path)) == str(uri)
+
+
+def test_when_everything_is_damaged_nothing_starts_over_by_itself(tmp_path):
+    model, optimizer = trained()
+    uri = save(tmp_path, model, optimizer)
+    Path(uri, ".metadata").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="all checkpoints are damaged"):
+        checkpoint.latest(str(tmp_path))
+
+
+def test_a_steps_folder_means_its_newest_checkpoint(tmp_path):
+    model, optimizer = trained()
+    uri = save(tmp_path / "out" / "checkpoints", model, optimizer)
+    for folder in (tmp_path, tmp_path / "out", tmp_path / "out" / "checkpoints"):
+        assert checkpoint.resolve(str(folder)) == str(uri)
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    assert checkpoint.latest(str(tmp_path / "nowhere")) is None
+    with pytest.raises(checkpoint.CheckpointError, match="no complete checkpoint in it"):
+        checkpoint.load_model(str(tmp_path))
+
+
+def test_a_finished_run_without_an_intact_checkpoint_names_the_folder_to_remove(tmp_path):
+    model, optimizer = trained()
+    step = tmp_path / "steps" / "pretrain-12345678"
+    uri = save(step / "out" / "checkpoints", model, optimizer)
+    (step / "done.json").write_text("{}")
+    Path(uri, ".metadata").unlink()
+    advice = rf"; remove the finished step's folder \(rm -r {step}\) and run its workflow again$"
+    for folder in (step, step / "out"):
+        with pytest.raises(checkpoint.CheckpointError, match=rf"damaged checkpoint .*{advice}"):
+            checkpoint.load_model(str(folder))
+    with pytest.raises(checkpoint.CheckpointError, match="damaged checkpoint .*; use another$"):
+        checkpoint.load_model(uri)
+    Path(uri, "COMPLETE").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=rf"no complete checkpoint in it .*{advice}"):
+        checkpoint.load_model(str(step / "out"))
+
+
+def test_another_model_or_tokenizer_is_refused(tmp_path):
+    model, optimizer = trained()
+    info = checkpoint.read_info(save(tmp_path, model, optimizer))
+    checkpoint.check_matches(info, model_config(), TOKENIZER)
+    with pytest.raises(checkpoint.CheckpointError, match="vocabulary of 23, the model here has 24"):
+        checkpoint.check_matches(info, model_config(vocab_size=24), TOKENIZER)
+    with pytest.raises(checkpoint.CheckpointError, match="model differs in n_loops, norm_eps"):
+        checkpoint.check_matches(info, model_config(n_loops=3, norm_eps=1e-5), TOKENIZER)
+    with pytest.raises(checkpoint.CheckpointError, match="prepare the data again"):
+        checkpoint.check_matches(info, model_config(), TOKENIZER | {"sha256": "1" * 64})
+
+
+def test_a_newer_schema_is_refused_by_name(tmp_path):
+    model, optimizer = trained()
+    info = Path(save(tmp_path, model, optimizer), "checkpoint.json")
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"schema_version": 2}))
+    with pytest.raises(checkpoint.CheckpointError, match="checkpoint schema 2; this LT2 reads schema 1"):
+        checkpoint.read_info(str(info.parent))
+
+
+def test_s3(s3_root):
+    model, optimizer = trained()
+    folder = Storage(s3_root).join("run/checkpoints")
+    for step in (1, 2, 3):
+        save(folder, model, optimizer, step)
+    uri = checkpoint.latest(folder)
+    assert uri == f"{folder}/step-00000003"
+    assert checkpoint.complete(folder) == ["step-00000002", "step-00000003"]
+    other, fresh = trained(seed=1, steps=0)
+    assert checkpoint.load(uri, other, fresh).step == 3
+    assert_same(contents(model, optimizer), contents(other, fresh))
+    Storage(uri).delete("COMPLETE")
+    assert checkpoint.clean(folder) == ["step-00000003"]
+    assert checkpoint.load_model(s3_root + "/run")[1] == model_config()
+
+
+def test_the_golden_checkpoint_of_schema_1_still_loads():
+    golden = Path(__file__).parents[1] / "golden"
+    model, config, tokenizer = checkpoint.load_model(str(golden))
+    assert (config.dim, config.n_loops, config.tie_embeddings, tokenizer["name"]) == (8, 2, True, "byte")
+    assert checkpoint.read_info(checkpoint.resolve(str(golden))).state == TrainState(1, 2, 18, 3.0)
+    expected = [-0.92878479, -0.90292847, 0.73772621, -1.51249814, -0.75525761, 1.34179306, 0.18382719, 0.97403139]
+    with torch.no_grad():
+        hidden = model(torch.arange(8).unsqueeze(0)).hidden[0, -1]
+    torch.testing.assert_close(hidden, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    optimizer = adamw(model, lr=1e-2)
+    checkpoint.load(checkpoint.resolve(str(golden)), model, optimizer)
+    assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
+
+
+def test_any_error_while_saving_leaves_a_whole_checkpoint_or_none(tmp_path):
+    model, optimizer = trained()
+    with pytest.raises(TypeError):
+        save(tmp_path, model, optimizer, tokenizer_files={"tokenizer/vocab": None})
+    assert list(tmp_path.iterdir()) == []
+
+    def no_pins():
+        raise LookupError("asked when the checkpoint was complete")
+
+    with pytest.raises(LookupError):
+        save(tmp_path, model, optimizer, pinned=no_pins)
+    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")

@@ -1,0 +1,135 @@
+"""What is kept, what is best, and what `lt2 checkpoints` says and deletes."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lt2.config import ConfigError
+from lt2_platform.storage import Storage
+from lt2_platform.train import worker
+from lt2_platform.train.checkpoints import checkpoint, inventory
+from lt2_platform.train.checkpoints.checkpoint import CheckpointError
+from lt2_platform.train.checkpoints.retention import Keep, kept, note_best, read_best
+from lt2_workflows.cli import app
+from tests.platform.train.packed import checkpoints, write_dataset
+from tests.platform.train.test_worker import open_run, pretrain_config
+
+NAMES = [f"step-{step:08d}" for step in (2, 4, 6, 8, 10)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "best", "expected"),
+    [
+        (Keep(1), None, [10]),
+        (Keep(2), NAMES[0], [2, 8, 10]),
+        (Keep(2, best=False), NAMES[0], [8, 10]),
+        (Keep(1, every=4), None, [4, 8, 10]),
+        (Keep(99), None, [2, 4, 6, 8, 10]),
+        (Keep(1), "step-00000099", [10]),  # a pointer at one that was deleted by hand
+    ],
+)
+def test_policy(policy, best, expected):
+    assert sorted(kept(NAMES, policy, best)) == [f"step-{step:08d}" for step in expected]
+
+
+def test_policy_as_typed():
+    assert Keep.parse("last=3,every=100,best") == Keep(3, 100, True)
+    assert Keep.parse("best") == Keep(1, None, True)
+    for wrong in ("last=0", "first=2", "last", "every=-1", "best=1"):
+        with pytest.raises(ConfigError, match="is not last=N, every=N or best"):
+            Keep.parse(wrong)
+
+
+def test_best_is_replaced_by_a_better_one_by_itself_and_when_it_is_gone(tmp_path):
+    storage = Storage(str(tmp_path))
+    for name in NAMES:
+        storage.write_bytes(f"{name}/COMPLETE", b"{}")
+    steps = []
+    for name, loss in ((NAMES[0], 2.0), (NAMES[1], 3.0), (NAMES[2], 1.0), (NAMES[2], 1.5), (NAMES[3], 1.6)):
+        note_best(str(tmp_path), name, loss)
+        steps.append(read_best(str(tmp_path))["step"])
+    assert steps == [2, 2, 6, 6, 6]
+    assert read_best(str(tmp_path))["validation_loss"] == 1.5
+    storage.delete(NAMES[2])
+    note_best(str(tmp_path), NAMES[4], 9.0)
+    assert read_best(str(tmp_path))["step"] == 10
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("retention")
+    write_dataset(root / "data")
+    # The rate is so high that the loss gets worse: the best is an early one.
+    fields = {"eval_every": 2, "checkpoint_every": 1, "keep_checkpoints": 1, "keep_every": 3, "lr": 1.0, "steps": 5}
+    worker.run(open_run(root, pretrain_config(**fields, warmup_steps=3)))
+    return root
+
+
+def test_training_keeps_newest_every_and_best(run):
+    best = read_best(str(run / "run/checkpoints"))
+    assert best["step"] == 2
+    assert checkpoints(run / "run") == ["step-00000002", "step-00000003", "step-00000005"]
+    assert checkpoint.resolve(f"{run}/run/best") == f"{run}/run/checkpoints/step-00000002"
+    assert checkpoint.read_info(checkpoint.resolve(f"{run}/run/best")).state.step == 2
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, ["checkpoints", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_the_command_lists_verifies_and_prunes(run):
+    folder = run / "run/checkpoints"
+    (folder / "step-00000007").mkdir()
+    (folder / "step-00000007/__0_0.distcp").write_bytes(b"half")
+    shard = folder / "step-00000005/__0_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    code, output = invoke(run / "run", "--json")
+    listed = json.loads(output)
+    assert (code, listed["folder"]) == (0, str(folder))
+    by_step = {record["step"]: record for record in listed["checkpoints"]}
+    assert [(step, record["complete"], record["best"]) for step, record in by_step.items()] == [
+        (2, True, True), (3, True, False), (5, True, False), (7, False, False)
+    ]  # fmt: skip
+    assert by_step[7]["bytes"] == 4
+    assert by_step[5]["bytes"] == sum(path.stat().st_size for path in shard.parent.rglob("*"))
+    assert by_step[3]["validation_loss"] is None
+    assert by_step[2]["validation_loss"] > 0
+    assert {record["problems"] for record in by_step.values()} == {None}
+
+    code, output = invoke(run / "run", "--verify")
+    assert code == 1
+    assert "__0_0.distcp: content changed (sha256)" in output
+    assert output.count(" yes ") >= 4
+
+    code, _ = invoke(folder, "--verify", "--prune", "last=1")
+    assert code == 1
+    assert checkpoints(run / "run") == ["step-00000003"]  # the newest intact one; the damaged one is gone
+    assert (folder / "step-00000007").exists()  # somebody may be writing it
+    assert invoke(folder, "--verify") == invoke(folder, "--verify")
+    assert invoke(folder, "--verify")[0] == 0
+
+
+def test_nothing_intact_is_ever_pruned_away(tmp_path):
+    Storage(str(tmp_path)).write_bytes("step-00000001/COMPLETE", b"{}")
+    with pytest.raises(CheckpointError, match="no intact checkpoint; nothing is pruned"):
+        inventory.prune(str(tmp_path), Keep(1), verified=inventory.entries(str(tmp_path), verify=True))
+    with pytest.raises(CheckpointError, match="no checkpoint in it or in"):
+        inventory.folder_of(str(tmp_path / "other"))
+
+
+def test_loading_a_folder_passes_over_a_damaged_newest_checkpoint(tmp_path, caplog):
+    write_dataset(tmp_path / "data")
+    worker.run(open_run(tmp_path, pretrain_config(steps=2, checkpoint_every=1)))
+    newest = tmp_path / "run/checkpoints/step-00000002"
+    (newest / "__0_0.distcp").unlink()
+    older = checkpoint.load_model(str(tmp_path / "run/checkpoints/step-00000001"))[0].state_dict()
+    found = checkpoint.load_model(str(tmp_path / "run"))[0].state_dict()
+    assert all(value.equal(older[name]) for name, value in found.items())
+    assert "step-00000002 is damaged: __0_0.distcp: missing" in caplog.text
+    with pytest.raises(CheckpointError, match="step-00000002: damaged checkpoint"):
+        checkpoint.load_model(str(newest))  # asked for by name: no other will do

@@ -1,0 +1,290 @@
+"""One attempt at one step, in a process of its own: claim, work under a heartbeat, record.
+
+The driver starts `python -m lt2_workflows.engine.attempt` and writes one line of JSON to its stdin; the pipe then stays
+open as a lifeline: when the driver dies, however it dies, the pipe ends and so does this process. Events go back as
+JSON lines on stdout; all other output, that of child processes included, is captured in the attempt's log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from lt2.config import ConfigError, load_source
+from lt2_platform.train.stopping import StopRequest
+from lt2_workflows.engine.live_metrics import publish_progress
+from lt2_workflows.engine.local_ray import leave_ray
+from lt2_workflows.engine.records import Lease, json_bytes, read_done
+from lt2_workflows.graph import STEP_TYPES, Ref, Step, Workflow
+from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.provenance import provenance
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+
+AT_ONCE = signal.SIGUSR1
+"""What our driver sends when it has waited long enough for a step that saves before it stops, or may not wait."""
+
+DONE, FAILED, BAD_INPUT, BUSY, INTERRUPTED, INFRASTRUCTURE = 0, 1, 2, 3, 4, 75
+STATES = {
+    DONE: "done",
+    FAILED: "failed",
+    BAD_INPUT: "failed",
+    INTERRUPTED: "interrupted",
+    INFRASTRUCTURE: "infrastructure",
+}
+
+# By name, so that a step that never touches Ray does not import it to classify its error.
+INFRASTRUCTURE_ERRORS = {
+    "ActorDiedError", "ActorUnavailableError", "ActorUnschedulableError", "LocalRayletDiedError", "NodeDiedError",
+    "ObjectLostError", "OutOfMemoryError", "OwnerDiedError", "PreemptionError", "RaySystemError", "RpcError",
+    "TaskUnschedulableError", "WorkerCrashedError", "WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError",
+    "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError",
+    "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError",
+}  # fmt: skip
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGINT arrived: stop, release the lease, leave the rest for the next run.
+
+    A KeyboardInterrupt because of Ray: when a signal arrives during ray.get, it passes on that one alone, as a new one.
+    """
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a step function may use: where to write, where its inputs are, and how to say how far it is.
+
+    `out` is the step's output folder (path or URI). It may hold the remains of an attempt that was cut off;
+    the step continues from them or overwrites them. `run_id` is stable across attempts. A step that can save and end
+    sets `stop.possible`; from then on a signal is no exception but sets `stop.asked`, for the driver's patience.
+    """
+
+    storage: Storage
+    workflow: Workflow
+    step: Step
+    progress: Callable[[dict[str, Any]], None]
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def out(self) -> str:
+        return self.storage.join(self.step.folder, "out")
+
+    @property
+    def run_id(self) -> str:
+        return self.step.id
+
+    def path(self, source: Ref | str) -> str:
+        """The output folder of the step that `source` refers to; a plain path or URI is returned as it is."""
+        if isinstance(source, str):
+            return source
+        return self.storage.join(self.workflow.steps[source.step].folder, "out")
+
+    def result(self, source: Ref) -> dict[str, Any]:
+        """What the function of the referenced step returned."""
+        done = read_done(self.storage, self.workflow.steps[source.step])
+        if done is None:
+            raise ConfigError(f"step {source.step!r} has not finished; run it first")
+        return done["result"]
+
+
+def run_attempt(
+    storage: Storage, workflow: Workflow, name: str, number: int, ttl_s: float, emit: Callable[[dict[str, Any]], None]
+) -> int:
+    """Run attempt `number` of a step and return one of the exit codes above. Redirects this process's output."""
+    step = workflow.steps[name]
+    lease = Lease(storage, step.folder, number, ttl_s, on_lost=_end_process)
+    if not lease.acquire():
+        return BUSY
+    if read_done(storage, step) is not None:  # another attempt finished before the claim succeeded
+        lease.stop()
+        lease.release()
+        return DONE
+    folder = f"{step.folder}/attempts/{number}"
+    state: dict[str, Any] = {"state": "running", "started": time.time(), "provenance": provenance(), "error": None}
+    storage.write_json(f"{folder}/state.json", state)
+    emit({"event": "started", "attempt": number})
+    lease.on_beat = save_log = _capture_output(storage, f"{folder}/log")
+
+    def progress(values: dict[str, Any]) -> None:
+        emit({"event": "progress", "values": values})
+        publish_progress(workflow.id, name, values)
+
+    def announce() -> None:
+        _stop.asked.wait()
+        emit({"event": "stopping"})
+
+    threading.Thread(target=announce, name="stopping", daemon=True).start()
+    code, error, result = _work(StepContext(storage, workflow, step, progress, _stop))
+
+    # From here on nothing may interrupt, and no thread of ours may touch the records behind our back.
+    _ignore_signals()
+    leave_ray()
+    if not lease.stop():
+        _end_process("another process took over this step")
+    state |= {"state": STATES[code], "ended": time.time(), "error": error}
+    if code == DONE:
+        done = {"attempt": number, "ended": state["ended"], "result": result, "provenance": state["provenance"]}
+        storage.create_exclusive(f"{step.folder}/done.json", json_bytes(done))
+    storage.write_json(f"{folder}/state.json", state)
+    save_log()
+    lease.release()
+    emit({"event": STATES[code], "attempt": number, "error": error})
+    return code
+
+
+def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
+    """(exit code, error, result) of the step's function."""
+    config = context.step.config
+    try:
+        return DONE, None, STEP_TYPES[config.type].run(config, context)
+    except KeyboardInterrupt as stop:
+        return INTERRUPTED, str(stop) or "stopped by a signal", {}
+    except Exception as failure:
+        # The boundary of user code: whatever it raises is recorded, and decides only this step's fate.
+        if type(failure).__name__ == "PreemptedError":  # by name, as below
+            return INTERRUPTED, str(failure), {}
+        traceback.print_exc()
+        code = _classify(failure)
+        if code == BAD_INPUT:
+            # The innermost: Ray's wrapper is a ConfigError too, but its message is a traceback.
+            failure = [error for error in _causes(failure) if _is_mistake(error)][-1]
+        return code, str(failure) if code == BAD_INPUT else f"{type(failure).__name__}: {failure}", {}
+
+
+def _classify(failure: BaseException) -> int:
+    """BAD_INPUT for a user's mistake, INFRASTRUCTURE for a lost worker, node or connection, else FAILED.
+
+    Training that diverges has gone back as often as it may: with the same settings another attempt does the same.
+    """
+    causes = list(_causes(failure))
+    if any(_is_mistake(error) for error in causes):
+        return BAD_INPUT
+    return INFRASTRUCTURE if any(_is_infrastructure(error) for error in causes) else FAILED
+
+
+def _is_mistake(error: BaseException) -> bool:
+    # By name: its module imports torch, which an attempt need not.
+    return isinstance(error, ConfigError) or type(error).__name__ == "NonFiniteLossError"
+
+
+def _is_infrastructure(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError):
+        return True
+    # The module too: torch has an OutOfMemoryError of its own, which a retry does not cure.
+    of_platform = type(error).__module__.partition(".")[0] in ("ray", "botocore")
+    return of_platform and type(error).__name__ in INFRASTRUCTURE_ERRORS
+
+
+def _causes(failure: BaseException) -> Iterator[BaseException]:
+    """`failure` and what it was raised from, inside Ray's and Ray Train's wrappers too."""
+    pending, seen = [failure], set()
+    while pending:
+        error = pending.pop()
+        if not isinstance(error, BaseException) or id(error) in seen:
+            continue
+        seen.add(id(error))
+        yield error
+        wrapped = [getattr(error, name, None) for name in ("__cause__", "cause", "controller_failure", "_base_exc")]
+        pending += [*wrapped, *(getattr(error, "worker_failures", None) or {}).values()]
+
+
+def _capture_output(storage: Storage, path: str) -> Callable[[], None]:
+    """Send file descriptors 1 and 2 into the log; returns a function that brings the stored copy up to date.
+
+    Locally the log is written in place, so that even a crash of the interpreter is on record. On S3 a spool file is
+    uploaded with each heartbeat.
+    """
+    remote = "://" in storage.root
+    spool = Path(tempfile.mkdtemp(prefix="lt2-log-")) / "log" if remote else Path(storage.join(path))
+    file = open(spool, "ab", buffering=0)  # noqa: SIM115  stays open as descriptors 1 and 2
+    sys.stdout.flush()
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    uploaded = -1
+
+    def upload() -> None:
+        nonlocal uploaded
+        sys.stdout.flush()
+        size = spool.stat().st_size
+        if remote and size != uploaded:
+            storage.write_bytes(path, spool.read_bytes())
+            uploaded = size
+
+    return upload
+
+
+def _end_process(reason: str) -> None:
+    print(f"lt2: attempt ended: {reason}", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_stop = StopRequest()  # of this process, as signals are
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    # Once is enough: a cancelled job's processes are signalled by Ray and by our driver, and the second signal would
+    # interrupt the orderly end.
+    if signum != AT_ONCE and (_stop.asked.is_set() or _stop.possible.is_set()):
+        _stop.asked.set()
+        return
+    _ignore_signals()
+    raise Interrupted(f"stopped by {signal.Signals(signum).name}")
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, AT_ONCE):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _follow_lifeline(stdin: IO[bytes]) -> None:
+    stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> int:
+    """Entry point of the child process."""
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    for talker in ("aiobotocore.credentials", "botocore.credentials"):
+        logging.getLogger(talker).setLevel(logging.WARNING)  # a line about where the keys are, in every log
+    for number in (signal.SIGTERM, signal.SIGINT, AT_ONCE):
+        signal.signal(number, _interrupt)
+    stdin, events = sys.stdin.buffer, os.fdopen(os.dup(1), "w", buffering=1)
+    job = json.loads(stdin.readline())
+    threading.Thread(target=_follow_lifeline, args=(stdin,), name="lifeline", daemon=True).start()
+
+    def emit(event: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):
+            events.write(json.dumps(event) + "\n")
+
+    from lt2_platform.storage import Storage
+
+    try:
+        if job["record"]["recipe_file"]:
+            load_source(job["record"]["recipe_file"])
+        workflow = workflow_from_record(job["record"], source="recipe")
+        return run_attempt(Storage(job["storage"]), workflow, job["step"], job["attempt"], job["ttl_s"], emit)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread that a library left behind must not keep a finished step's process alive.
+    os._exit(code)

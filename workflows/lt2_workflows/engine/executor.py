@@ -1,0 +1,327 @@
+"""Runs a workflow: steps in dependency order, independent ones side by side, each attempt in its own process.
+
+The driver holds no state that matters: what is finished, running or failed is read from storage, so it may be killed at
+any moment and started again. A step whose attempt was cut off is taken over once its lease is released or stale.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lt2.config import ConfigError
+from lt2_platform.cores import share
+from lt2_workflows.engine.attempt import (
+    AT_ONCE,
+    BAD_INPUT,
+    BUSY,
+    DONE,
+    FAILED,
+    INFRASTRUCTURE,
+    INTERRUPTED,
+    StepContext,
+)
+from lt2_workflows.engine.cores import side_by_side
+from lt2_workflows.engine.local_ray import ray_head
+from lt2_workflows.engine.records import TTL_S, Events, Watch, describe_holder, read_done, release_for, write_workflow
+from lt2_workflows.graph import STEP_TYPES, Step, Workflow
+from lt2_workflows.inputs import check_inputs
+from lt2_workflows.provenance import drift, provenance
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+
+# Infrastructure errors do not count against a step's retries, but a step that only ever kills its worker must end:
+# so many in all, and so many in a row that got nowhere.
+MAX_LOST, MAX_LOST_WITHOUT_PROGRESS = 100, 4
+STOP_GRACE_S = 20.0
+SAVE_GRACE_S = 60.0  # for a step that saves before it stops
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended: state is done, skipped, failed, bad_input, blocked (a step it needs failed) or interrupted."""
+
+    state: str
+    attempt: int = 0
+    error: str | None = None
+    log: str | None = None
+
+
+@dataclass
+class Driver:
+    """What the threads of one `run` share."""
+
+    storage: Storage
+    workflow: Workflow
+    events: Events
+    say: Say
+    ttl_s: float
+    wait_for_others: bool
+    environment: Mapping[str, str]
+    side_by_side: Mapping[str, int]
+    stopping: threading.Event = field(default_factory=threading.Event)
+    at_once: threading.Event = field(default_factory=threading.Event)
+
+    def tell(self, step: Step, event: str, **details: Any) -> None:
+        message = {"step": step.name, "event": event, **details}
+        if event != "progress":
+            self.events.add(message)
+        self.say(message)
+
+
+def run(
+    workflow: Workflow,
+    storage: Storage,
+    *,
+    only: str | None = None,
+    wait_for_others: bool = True,
+    ttl_s: float = TTL_S,
+    say: Say = lambda event: None,
+) -> dict[str, Outcome]:
+    """Bring the workflow (or its step `only`, whose inputs must be finished) to its end; the outcome of each step.
+
+    `say` is called, from several threads, with {"step", "event", …} for everything that happens. Bad input that can be
+    seen beforehand, an unusable root and missing inputs of any step included, raises ConfigError before anything is
+    written. KeyboardInterrupt
+    (SIGTERM as well, see the CLI) stops the running attempts, those that train after a checkpoint, releases their
+    leases and is raised again; a second one does not wait for checkpoints.
+    """
+    storage.check_readable(new=True)
+    chosen = _choose(workflow, storage, only)
+    pending = [step for step in chosen.values() if read_done(storage, step) is None]
+    check_inputs(workflow, storage, pending)
+    for step in pending:
+        check = STEP_TYPES[step.config.type].check
+        if check is not None:
+            check(step.config)
+    storage.check_writable()
+    write_workflow(storage, workflow)
+    with _ray_for(pending) as environment:
+        events = Events(storage, workflow.id)
+        driver = Driver(storage, workflow, events, say, ttl_s, wait_for_others, environment, side_by_side(chosen))
+        return _run_graph(driver, chosen)
+
+
+def _ray_for(pending: list[Step]) -> AbstractContextManager[dict[str, str]]:
+    """The environment of attempts, with a Ray if one is needed that we are not inside of."""
+    if "RAY_ADDRESS" in os.environ or not any(step.config.uses_ray for step in pending):
+        return nullcontext(dict(os.environ))
+    # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
+    workers = max(step.config.workers for step in pending)
+    return ray_head(max(os.cpu_count() or 1, workers + 1))
+
+
+def _choose(workflow: Workflow, storage: Storage, only: str | None) -> dict[str, Step]:
+    if only is None:
+        return workflow.steps
+    if only not in workflow.steps:
+        raise ConfigError(f"workflow {workflow.name} has no step {only!r}; its steps: {', '.join(workflow.steps)}")
+    step = workflow.steps[only]
+    missing = [need for need in step.needs if read_done(storage, workflow.steps[need]) is None]
+    if missing:
+        raise ConfigError(f"step {only!r} needs {', '.join(missing)}, not finished in {storage.root}; run that first")
+    return {only: step}
+
+
+def _run_graph(driver: Driver, steps: Mapping[str, Step]) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    running: dict[Future[Outcome], str] = {}
+    with ThreadPoolExecutor(max_workers=len(steps) or 1, thread_name_prefix="step") as pool:
+        try:
+            while len(outcomes) < len(steps):
+                for name, step in steps.items():
+                    if name in outcomes or name in running.values():
+                        continue
+                    needs = {need: outcomes.get(need) for need in step.needs if need in steps}
+                    ended = {need: outcome for need, outcome in needs.items() if outcome is not None}
+                    failed = [need for need, outcome in ended.items() if outcome.state not in ("done", "skipped")]
+                    if failed:
+                        outcomes[name] = Outcome("blocked", error=f"needs {', '.join(failed)}")
+                        driver.tell(step, "blocked", error=outcomes[name].error)
+                    elif len(ended) == len(needs):
+                        running[pool.submit(_drive, driver, step)] = name
+                if not running:
+                    continue
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    outcomes[running.pop(future)] = future.result()
+        except BaseException:
+            driver.stopping.set()  # the threads stop their attempts, and leaving the pool waits for them
+            try:
+                wait(running)
+            except KeyboardInterrupt:
+                driver.at_once.set()
+            raise
+    return outcomes
+
+
+def _drive(driver: Driver, step: Step) -> Outcome:
+    """Attempt a step until it is done, its retries are used up, or the driver stops."""
+    failures = lost = lost_in_a_row = 0
+    watch = Watch(driver.storage, step.folder)
+    ran = False
+    while True:
+        done = read_done(driver.storage, step)
+        if done is not None:
+            return _finished(driver, step, done, ran)
+        newest = _wait_for_turn(driver, step, watch)
+        if newest is None:
+            continue
+        if driver.stopping.is_set():
+            return Outcome("interrupted")
+        ran = True
+        code, details = _attempt(driver, step, newest + 1)
+        attempt, error = newest + 1, details.get("error")
+        log = driver.storage.join(step.folder, f"attempts/{attempt}/log")
+        if code in (DONE, BUSY):
+            continue
+        if code == BAD_INPUT:
+            driver.tell(step, "failed", attempt=attempt, error=error, log=log)
+            return Outcome("bad_input", attempt, error, log)
+        if driver.stopping.is_set():
+            if code == INTERRUPTED:
+                driver.tell(step, "interrupted", attempt=attempt, error=error)
+            else:  # it was killed, or failed, before it could release its lease
+                driver.tell(step, "interrupted", attempt=attempt, error=error)
+                release_for(driver.storage, step.folder, attempt)
+            return Outcome("interrupted", attempt)
+        infrastructure = code in (INFRASTRUCTURE, INTERRUPTED)
+        lost += infrastructure
+        lost_in_a_row = lost_in_a_row + 1 if infrastructure and not details.get("progressed") else 0
+        failures += not infrastructure
+        given_up = lost >= MAX_LOST or lost_in_a_row >= MAX_LOST_WITHOUT_PROGRESS
+        if failures > step.config.resources.retries or given_up:
+            driver.tell(step, "failed", attempt=attempt, error=error, log=log)
+            return Outcome("failed", attempt, error, log)
+        driver.tell(step, "retry", attempt=attempt, error=error, log=log, infrastructure=infrastructure)
+        driver.stopping.wait(2.0 ** min(5, failures + lost_in_a_row - 1))
+
+
+def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Outcome:
+    log = driver.storage.join(step.folder, f"attempts/{done['attempt']}/log")
+    if ran:
+        driver.tell(step, "done", attempt=done["attempt"], result=done["result"])
+        return Outcome("done", done["attempt"], log=log)
+    changed, outdated = drift(done["provenance"], provenance()), STEP_TYPES[step.config.type].outdated
+    stale = ""
+    if outdated is not None and driver.workflow.part_of is None:  # not once for every trial of a sweep
+        stale = outdated(step.config, StepContext(driver.storage, driver.workflow, step, lambda values: None))
+    driver.tell(step, "skipped", attempt=done["attempt"], result=done["result"], drift=changed, stale=stale)
+    return Outcome("skipped", done["attempt"], log=log)
+
+
+def _wait_for_turn(driver: Driver, step: Step, watch: Watch) -> int | None:
+    """The newest attempt's number once no living process holds it; None when the step got done meanwhile."""
+    told = False
+    while not driver.stopping.is_set():
+        newest, holder = watch.holder()
+        if holder is None:
+            return newest
+        if read_done(driver.storage, step) is not None:
+            return None
+        if not told:
+            # Of a holder that has just died we cannot tell yet; it costs its time-to-live to be sure.
+            driver.tell(step, "waiting", attempt=newest, holder=describe_holder(holder), ttl_s=holder["ttl_s"])
+            told = True
+        if not driver.wait_for_others and watch.heard():
+            raise ConfigError(
+                f"step {step.name} is being run by {describe_holder(holder)}; wait for it or run without --no-wait"
+            )
+        driver.stopping.wait(min(1.0, driver.ttl_s / 10))
+    return 0
+
+
+def _attempt(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, Any]]:
+    """Run one attempt in a child process; (exit code of lt2_workflows.engine.attempt, its last event)."""
+    job = {
+        "record": driver.workflow.record(),
+        "storage": driver.storage.root,
+        "step": step.name,
+        "attempt": number,
+        "ttl_s": driver.ttl_s,
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-m", "lt2_workflows.engine.attempt"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**driver.environment, **share(driver.environment, driver.side_by_side[step.name])},
+        start_new_session=True,  # Ctrl-C reaches the driver alone, which then stops its children in order
+    )
+    assert child.stdin is not None
+    with suppress(BrokenPipeError):
+        child.stdin.write(json.dumps(job) + "\n")
+        child.stdin.flush()
+    last: dict[str, Any] = {}
+    progressed = False
+    for event in _events(driver, child):
+        kind = event.pop("event")
+        progressed |= kind == "progress" and "waiting" not in event["values"]
+        if kind in ("started", "progress", "stopping"):
+            driver.tell(step, kind, **event)
+        else:
+            last = event
+    code = child.wait()
+    with suppress(BrokenPipeError):
+        child.stdin.close()
+    if code < 0:
+        last = {"error": f"the process was ended by {signal.Signals(-code).name}"}
+        code = FAILED if -code in CRASHES else INFRASTRUCTURE
+    elif not last:
+        last = {"error": f"the process ended with code {code} before it could say why"}
+    return code, last | {"progressed": progressed}
+
+
+def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    """The child's events until it ends. When the driver is stopping it asks the child to, lets it save if it says that
+    it does, insists, and kills it.
+    """
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    deadline, saving = math.inf, False
+    while True:
+        if driver.stopping.is_set() and deadline == math.inf:
+            child.terminate()
+            deadline = time.monotonic() + (SAVE_GRACE_S if saving else STOP_GRACE_S)
+        if saving and (driver.at_once.is_set() or time.monotonic() > deadline):
+            child.send_signal(AT_ONCE)
+            deadline, saving = time.monotonic() + STOP_GRACE_S, False
+        if time.monotonic() > deadline:
+            child.kill()
+        try:
+            line = lines.get(timeout=0.2)
+        except queue.Empty:
+            # A grandchild may keep the pipe open after the attempt itself has ended.
+            if child.poll() is not None and lines.empty():
+                return
+            continue
+        if line is None:
+            return
+        event = json.loads(line)
+        if event["event"] == "stopping":
+            saving, event["wait_s"] = True, SAVE_GRACE_S
+            if deadline != math.inf:  # of a cancelled job, Ray may have told the child before we did
+                deadline = time.monotonic() + SAVE_GRACE_S
+        yield event

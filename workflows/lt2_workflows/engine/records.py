@@ -1,0 +1,312 @@
+"""What a workflow leaves in storage, and the lease that keeps two processes from running one step.
+
+    steps/<name>-<fp8>/spec.json                  the step's config and fingerprint, created once
+    steps/<name>-<fp8>/attempts/<n>/lease.json    who runs attempt n; rewritten by its holder as a heartbeat
+    steps/<name>-<fp8>/attempts/<n>/state.json    how it went, and with which code and packages
+    steps/<name>-<fp8>/attempts/<n>/log           everything it printed
+    steps/<name>-<fp8>/done.json                  created exclusively when an attempt succeeds; holds its result
+    steps/<name>-<fp8>/out/                       what it made
+    workflows/<id>/dag.json                       the resolved recipe, which can be replayed
+    workflows/<id>/recipe.py                      the recipe's file, if it is not a shipped one
+    workflows/<id>/events/<driver>.jsonl          what each driver saw happen
+
+To hold attempt n is to have created its lease.json. S3 has no reliable compare-and-swap, so a lease is never
+taken from its holder by overwriting it: whoever finds it released or stale creates the lease of attempt n + 1, and
+exactly one can. The former holder, should it still live, sees that attempt on its next heartbeat and ends itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lt2.config import ConfigError
+from lt2_workflows.engine.record_files import UnreadableRecordError, read_record
+from lt2_workflows.graph import Step, Workflow
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+
+TTL_S = 30.0
+# Ray workers outlive a killed driver by about two seconds and could still write into the step's folder.
+ORPHAN_GRACE_S = 5.0
+# By so much clocks of two machines may well differ. It matters only for what is shown: to take a step over, its silence
+# must have been observed, by one clock.
+CLOCK_SKEW_S = 300.0
+UNREADABLE = "unreadable"  # the state of a step with a damaged record
+
+
+def write_workflow(storage: Storage, workflow: Workflow) -> None:
+    """Record the resolved workflow and the spec of each of its steps, creating each file once."""
+    ids = {name: step.id for name, step in workflow.steps.items()}
+    record = workflow.record() | {"id": workflow.id, "name": workflow.name, "ids": ids}
+    storage.create_exclusive(f"workflows/{workflow.id}/dag.json", json_bytes(record))
+    if workflow.recipe_file:
+        storage.create_exclusive(f"workflows/{workflow.id}/recipe.py", Path(workflow.recipe_file).read_bytes())
+    for step in workflow.steps.values():
+        identities = {need: workflow.steps[need].fingerprint for need in step.needs}
+        spec = {
+            "name": step.name,
+            "fingerprint": step.fingerprint,
+            "identity": step.config.identity(identities),
+            "config": step.config.model_dump(mode="json"),
+            "needs": {need: workflow.steps[need].id for need in step.needs},
+        }
+        path = f"{step.folder}/spec.json"
+        if not storage.create_exclusive(path, json_bytes(spec)):
+            found = (read_record(storage, path) or {}).get("fingerprint")
+            if found != step.fingerprint:
+                raise RuntimeError(f"{storage.join(path)} has fingerprint {found}, expected {step.fingerprint}")
+
+
+def read_done(storage: Storage, step: Step) -> dict[str, Any] | None:
+    """The done record {"attempt", "ended", "result", "provenance"}, or None while the step is unfinished."""
+    return read_record(storage, f"{step.folder}/done.json")
+
+
+def read_state(storage: Storage, folder: str, attempt: int) -> dict[str, Any]:
+    """How an attempt went: {"state": "running"|"done"|"failed"|"interrupted"|"infrastructure", …}."""
+    return read_record(storage, f"{folder}/attempts/{attempt}/state.json") or {"state": "running"}
+
+
+def last_attempt(storage: Storage, folder: str) -> int:
+    """The number of the newest attempt, 0 before the first."""
+    return max((int(name) for name in storage.list(f"{folder}/attempts") if name.isdigit()), default=0)
+
+
+@dataclass
+class Lease:
+    """The right to run one attempt of a step, kept alive by a thread until `release`.
+
+    `on_beat` is called with every heartbeat (the attempt's log is uploaded there). When the lease is lost, because
+    another process took over or storage could not be written for longer than the others wait, `on_lost` is called
+    from the thread; it must end the process, since the work must not go on.
+    """
+
+    storage: Storage
+    folder: str
+    attempt: int
+    ttl_s: float
+    on_lost: Callable[[str], None]
+    on_beat: Callable[[], None] = lambda: None
+    holder: dict[str, Any] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/attempts/{self.attempt}/lease.json"
+
+    def acquire(self) -> bool:
+        """Claim the attempt and start the heartbeat; False if another process has claimed it."""
+        self.holder = {**this_process(), "token": uuid.uuid4().hex, "ttl_s": self.ttl_s, "beat": 0, "released": False}
+        if not self.storage.create_exclusive(self.path, json_bytes(self._content())):
+            return False
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+        return True
+
+    def stop(self) -> bool:
+        """End the heartbeat and wait for its thread; True if the lease was still ours afterwards."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        return not self._superseded()
+
+    def release(self) -> None:
+        """Let the next attempt start at once. Call after `stop`."""
+        self.holder["released"] = True
+        self.storage.write_bytes(self.path, json_bytes(self._content()))
+
+    def _keep(self) -> None:
+        written = time.monotonic()
+        while not self._stop.wait(self.ttl_s / 6):
+            try:
+                if self._superseded():
+                    self.on_lost("another process took over this step")
+                self.holder["beat"] += 1
+                self.storage.write_bytes(self.path, json_bytes(self._content()))
+                written = time.monotonic()
+                self.on_beat()
+            except Exception as error:
+                # Any storage may fail in any way for a moment; what counts is whether others now think us dead.
+                if time.monotonic() - written > 0.7 * self.ttl_s:
+                    self.on_lost(f"no heartbeat could be written: {error}")
+
+    def _superseded(self) -> bool:
+        return self.storage.exists(f"{self.folder}/attempts/{self.attempt + 1}/lease.json")
+
+    def _content(self) -> dict[str, Any]:
+        return {**self.holder, "attempt": self.attempt, "time": time.time()}
+
+
+@dataclass
+class Watch:
+    """Decides, by looking repeatedly, whether the newest attempt of a step still has a living holder."""
+
+    storage: Storage
+    folder: str
+    _seen: tuple[int, int] | None = None
+    _since: float = 0.0
+    _beats: int = 0
+
+    def holder(self) -> tuple[int, dict[str, Any] | None]:
+        """(newest attempt, its lease or None if the next attempt may start)."""
+        attempt = last_attempt(self.storage, self.folder)
+        lease = read_record(self.storage, f"{self.folder}/attempts/{attempt}/lease.json") if attempt else None
+        if lease is None or lease["released"]:
+            return attempt, None
+        if self._seen != (attempt, lease["beat"]):
+            self._beats += self._seen is not None
+            self._seen, self._since = (attempt, lease["beat"]), time.monotonic()
+        silent = time.monotonic() - self._since
+        return attempt, None if is_stale(lease, silent) else lease
+
+    def heard(self) -> bool:
+        """True once a heartbeat arrived while we were looking: the holder is certainly alive."""
+        return self._beats > 0
+
+
+def is_stale(lease: dict[str, Any], silent_s: float = 0.0) -> bool:
+    """True if the holder of `lease` is gone, given that we saw no heartbeat for `silent_s` by our own clock.
+
+    The time in a lease is its holder's: however old it looks, on another machine that may be a slow clock.
+    """
+    age = time.time() - lease["time"]
+    return silent_s > lease["ttl_s"] or (max(silent_s, age) > min(ORPHAN_GRACE_S, lease["ttl_s"]) and died_here(lease))
+
+
+def _looks_lost(lease: dict[str, Any]) -> bool:
+    """What a single look at a lease can tell; another machine's clock is allowed to be wrong by CLOCK_SKEW_S."""
+    here = _machine()
+    skew = 0.0 if here is not None and lease["machine"] == here else CLOCK_SKEW_S
+    return is_stale(lease) or time.time() - lease["time"] > 2 * lease["ttl_s"] + skew
+
+
+def release_for(storage: Storage, folder: str, attempt: int) -> None:
+    """Release the lease of an attempt whose process, our child, ended without doing so; its Ray workers end first."""
+    path = f"{folder}/attempts/{attempt}/lease.json"
+    lease = read_record(storage, path)
+    if lease is not None and not lease["released"]:
+        time.sleep(ORPHAN_GRACE_S)
+        storage.write_bytes(path, json_bytes({**lease, "released": True}))
+
+
+def describe_holder(lease: dict[str, Any]) -> str:
+    return f"process {lease['pid']} on {lease['host']}"
+
+
+@dataclass
+class Events:
+    """This driver's history of a workflow. Each driver owns one file, since S3 cannot append."""
+
+    storage: Storage
+    workflow_id: str
+    lines: list[str] = field(default_factory=list)
+    driver: str = field(default_factory=lambda: f"{datetime.now():%Y%m%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}")  # in order
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self.lines.append(json.dumps({"time": time.time(), **event}))
+            self.storage.write_bytes(
+                f"workflows/{self.workflow_id}/events/{self.driver}.jsonl", ("\n".join(self.lines) + "\n").encode()
+            )
+
+
+def step_state(storage: Storage, folder: str) -> dict[str, Any]:
+    """What `lt2 status` says of a step: {"state", "attempt", "error", "log", "ended"}.
+
+    "lost" is a step whose process ended without a word: the next run takes it over.
+    """
+    attempt = last_attempt(storage, folder)
+    log = storage.join(folder, f"attempts/{attempt}/log") if attempt else None
+    done = read_record(storage, f"{folder}/done.json")
+    if done is not None:
+        log = storage.join(folder, f"attempts/{done['attempt']}/log")
+        return {"state": "done", "attempt": done["attempt"], "ended": done["ended"], "error": None, "log": log}
+    if not attempt:
+        return {"state": "waiting", "attempt": 0, "ended": None, "error": None, "log": None}
+    state = read_state(storage, folder, attempt)
+    lease = read_record(storage, f"{folder}/attempts/{attempt}/lease.json")
+    name = state["state"]
+    if name == "running" and (lease is None or _looks_lost(lease)):
+        name = "lost"
+    return {"state": name, "attempt": attempt, "ended": state.get("ended"), "error": state.get("error"), "log": log}
+
+
+def list_workflows(storage: Storage, wanted: str | None = None) -> list[dict[str, Any]]:
+    """[{"id", "name", "steps": [{"name", "id", "needs"} + `step_state`]}] of all workflows, or of those `wanted`.
+
+    A sweep's trial also has "part_of", the id of the sweep's step. A step with a damaged record has the state
+    "unreadable"; a workflow with one has, among all of them, no steps but an "error". Asked for itself, it raises.
+    """
+    found = []
+    for workflow_id in storage.list("workflows"):
+        try:
+            record = read_record(storage, f"workflows/{workflow_id}/dag.json")
+        except UnreadableRecordError as error:
+            if wanted in (workflow_id, workflow_id.rpartition("-")[0]):
+                raise
+            if wanted is None:
+                found.append({"id": workflow_id, "name": workflow_id, "steps": [], "error": str(error)})
+            continue
+        if record is None or wanted not in (None, workflow_id, record["workflow"]):
+            continue
+        steps = [_listed(storage, name, step_id) for name, step_id in record["ids"].items()]
+        part_of = {"part_of": record["part_of"]} if record.get("part_of") else {}
+        found.append({"id": workflow_id, "name": record["workflow"], **part_of, "steps": steps})
+    if wanted is not None and not found:
+        raise ConfigError(f"no workflow {wanted!r} in {storage.root}; `lt2 status` lists them")
+    return found
+
+
+def _listed(storage: Storage, name: str, step_id: str) -> dict[str, Any]:
+    needs: list[str] = []
+    try:
+        needs = list((read_record(storage, f"steps/{step_id}/spec.json") or {"needs": {}})["needs"])
+        state = step_state(storage, f"steps/{step_id}")
+    except UnreadableRecordError as error:
+        state = {"state": UNREADABLE, "attempt": None, "ended": None, "error": str(error), "log": None}
+    return {"name": name, "id": step_id, "needs": needs, **state}
+
+
+def this_process() -> dict[str, Any]:
+    """What `died_here` needs to tell, later and from another process, whether this one still lives."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "start": _start_time(os.getpid()), "machine": _machine()}
+
+
+def _machine() -> str | None:
+    """Identifies boot and process-id namespace, so that a process id is only looked up where it means something."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return None
+
+
+def _start_time(pid: int) -> str | None:
+    """When a living process started, in clock ticks since boot; None if there is none (a zombie does no work)."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return None if fields[0] in "ZX" else fields[19]
+    return None
+
+
+def died_here(process: dict[str, Any]) -> bool:
+    """True if `process` (of `this_process`) ran on this machine and has ended; False also when we cannot know."""
+    here = _machine()
+    return here is not None and process["machine"] == here and _start_time(process["pid"]) != process["start"]
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
