@@ -162,11 +162,10 @@ class Llama3Tokenizer:
         specials = {token: LLAMA3_RANKS + index for index, token in enumerate(LLAMA3_SPECIALS)}
         self.name = name
         self.sha256 = hashlib.sha256(b"".join(base64.b64encode(token) + b"\n" for token in ranks)).hexdigest()
-        self.vocabulary = self.sha256
         self.vocab_size = LLAMA3_RANKS + len(specials)
         self.bos_id, self.eos_id = specials["<|begin_of_text|>"], specials["<|end_of_text|>"]
         self.pad_id = self.eos_id
-        self._specials = specials
+        self.ranks, self.specials = ranks, specials
         self._encoding = tiktoken.Encoding(
             name,
             pat_str=LLAMA3_PATTERN,
@@ -174,6 +173,12 @@ class Llama3Tokenizer:
             special_tokens=specials,
             explicit_n_vocab=self.vocab_size,
         )
+
+    @property
+    def vocabulary(self) -> str:
+        from lt2_platform.data.tokenizer_json import llama3_vocabulary
+
+        return vocabulary_sha256(llama3_vocabulary(self))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._encode(text) for text in texts]
@@ -187,7 +192,7 @@ class Llama3Tokenizer:
             return np.concatenate(parts)
 
     def special_id(self, name: str) -> int | None:
-        return self._specials.get(name)
+        return self.specials.get(name)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([i for i in ids if i < LLAMA3_RANKS])

@@ -12,6 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import LLAMA3_PATTERN, LLAMA3_SPECIALS, describe, encode, load_tokenizer
+from lt2_platform.data.tokenizer_json import write_tokenizer_json
+from lt2_platform.storage import Storage
 
 TEXTS = ["plain words", "déjà vu 循環 😀", " \t\n\n", "it's 12345 <|end_of_text|> </s>!", "x"]
 
@@ -123,8 +125,6 @@ def test_hub_specials_come_from_the_settings_beside_it(hub_path, tmp_path):
 
 
 def test_reads_s3(hub_path, s3_root):
-    from lt2_platform.storage import Storage
-
     Storage(s3_root).write_bytes("tokenizer.json", hub_path.read_bytes())
     assert load_tokenizer(f"{s3_root}/tokenizer.json").sha256 == load_tokenizer(str(hub_path)).sha256
 
@@ -159,3 +159,23 @@ def test_hub_file_without_end_of_text(tmp_path):
     HubFile(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"names no end-of-text token; put a tokenizer_config\.json with eos_token"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_tiktoken_ranks_as_a_tokenizer_json_give_the_same_ids(llama3_path, tmp_path):
+    ours = load_tokenizer(str(llama3_path))
+    file = write_tokenizer_json(str(llama3_path), tmp_path)
+    written = HubFile.from_file(str(file))
+    written.encode_special_tokens = True
+    for text in [*TEXTS, "DON'T   stop\r\n\r\n  now", "ab" * 500, ""]:
+        assert written.encode(text, add_special_tokens=False).ids == ours.encode_batch([text])[0].tolist()
+    special = ours.special_id("<|eot_id|>")
+    assert written.token_to_id("<|eot_id|>") == special
+    assert written.id_to_token(128_255) == LLAMA3_SPECIALS[255]
+    again = load_tokenizer(str(file))
+    assert (again.vocab_size, again.bos_id, again.eos_id) == (ours.vocab_size, ours.bos_id, ours.eos_id)
+    assert again.vocabulary == ours.vocabulary
+
+
+def test_a_tokenizer_json_is_copied_from_wherever_it_is(hub_path, tmp_path, s3_root):
+    Storage(s3_root).write_bytes("of-a-run.json", hub_path.read_bytes())
+    assert write_tokenizer_json(f"{s3_root}/of-a-run.json", tmp_path).read_bytes() == hub_path.read_bytes()

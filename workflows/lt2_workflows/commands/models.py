@@ -44,6 +44,7 @@ def export(
 
     from lt2.config import ConfigError
     from lt2.interop.export import export_checkpoint
+    from lt2_platform.data.tokenizer_json import write_tokenizer_json
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model
 
@@ -54,15 +55,16 @@ def export(
     _check_writable(folder)
     model, _, tokenizer = load_model(place)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    checks = export_checkpoint(
-        model,
-        folder,
-        tokenizer=tokenizer["file"],
-        bos_id=tokenizer["bos_id"],
-        eos_id=tokenizer["eos_id"],
-        dtype=dtypes[dtype],
-        device=device,
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        checks = export_checkpoint(
+            model,
+            folder,
+            tokenizer=write_tokenizer_json(tokenizer["file"], Path(scratch)) if tokenizer["file"] else None,
+            bos_id=tokenizer["bos_id"],
+            eos_id=tokenizer["eos_id"],
+            dtype=dtypes[dtype],
+            device=device,
+        )
     inexact = [check for check in checks if check.tolerance > 0]  # what is merely copied must be the same bits
     worst = max(inexact, key=lambda check: check.error / check.tolerance)
     typer.echo(
