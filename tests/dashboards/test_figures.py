@@ -143,9 +143,9 @@ def test_hybrid_ablations_place_runs_by_layout(source):
     ]
     pattern = draw(FIGURES["hybrid"], source, {"by": "pattern"})
     assert [row for row in pattern.rows if row[1] == "this store"] == [
-        ["hybrid-2", "this store", "interleave", "T = 1", 10.0, None]
+        ["hybrid-2", "this store", "interleave", None, "T = 1", 10.0, None]
     ]
-    assert ["1.3B", "paper", "bookend", "T = 4, 1.3B", 9.27, None] in pattern.rows
+    assert ["1.3B", "paper", "bookend", None, "T = 4, 1.3B", 9.27, None] in pattern.rows
 
 
 def test_sweep_has_an_axis_for_every_setting_that_differs(source):

@@ -13,8 +13,7 @@ from lt2_platform.results import index as results_index
 from lt2_platform.results.index import compact
 from lt2_platform.results.store import COMPACT_AFTER, ResultsStore, differences, flatten
 from lt2_platform.storage import Storage
-
-from .conftest import Clock, parts, values
+from tests.platform.conftest import Clock, parts, values
 
 
 @pytest.fixture(params=["local", "s3"])

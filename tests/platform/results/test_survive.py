@@ -10,8 +10,7 @@ from lt2_platform.results import index as results_index
 from lt2_platform.results.index import compact
 from lt2_platform.results.store import RunWriter
 from lt2_platform.storage import Storage
-
-from .conftest import Clock, parts, values
+from tests.platform.conftest import Clock, parts, values
 
 
 def test_resumed_run_keeps_the_last_written_value(local):
