@@ -89,7 +89,7 @@ class LatentAttention(nn.Module):
         up = self.kv_up.weight.to(q.dtype).view(H, E + V, C)
         q = torch.cat([torch.einsum("blhe,hec->blhc", q, up[:, :E]), q_rope], dim=-1)
         scale = (E + self.rope_dim) ** -0.5
-        cached = cached[:, : dispatch.furthest(seq.positions + 1, cached.shape[1])]
+        cached = cached[:, : dispatch.furthest(seq.positions, cached.shape[1], plus=1)]
         index = torch.arange(cached.shape[1], device=q.device)
         visible = (index <= seq.positions[..., None])[:, None]  # (B, 1, L, M)
         keys = cached[:, None]

@@ -94,10 +94,10 @@ def announce(op: str, device: str, backend: str, reason: str = "") -> None:
     log.log(level, "%s on %s: %s%s", op, device, backend, f" ({reason})" if reason else "")
 
 
-def furthest(ends: Tensor, capacity: int) -> int:
-    """How many of `capacity` cached tokens to read where rows end at `ends`: their maximum on a CPU, where looking is
-    free; all on CUDA, where it would wait for the device and no CUDA graph could hold it."""
-    return capacity if ends.is_cuda or outline.planned() else min(int(ends.max()), capacity)
+def furthest(ends: Tensor, capacity: int, *, plus: int = 0) -> int:
+    """How many of `capacity` cached tokens to read where rows end at ends + plus: their maximum on a CPU, where looking
+    is free; all on CUDA, where it would wait for the device and no CUDA graph could hold it."""
+    return capacity if ends.is_cuda or outline.planned() else min(int(ends.max()) + plus, capacity)
 
 
 def triton_runs(tensor: Tensor) -> bool:

@@ -70,7 +70,7 @@ class AsksTheDevice(TorchDispatchMode):
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 @torch.no_grad()
 def test_a_step_can_be_recorded(name, monkeypatch):
-    monkeypatch.setattr(dispatch, "furthest", lambda ends, capacity: capacity)  # its answer on CUDA
+    monkeypatch.setattr(dispatch, "furthest", lambda ends, capacity, plus=0: capacity)  # its answer on CUDA
     model, cache = prefilled(CONFIGS[name], torch.zeros(2, 13, dtype=torch.int64))
     step = DecodeStep(model, cache)
     token = torch.tensor([5, 6])

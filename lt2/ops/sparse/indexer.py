@@ -47,7 +47,7 @@ def select_keys(q: Tensor, k: Tensor, w: Tensor, first: Tensor, last: Tensor, *,
     found = torch.empty_like(keys, dtype=torch.bool)
     index = torch.arange(k.shape[1], device=q.device)
     for rows in _pieces(q, B * (J + 2) * k.shape[1]):
-        end = max(K, dispatch.furthest(last[:, rows] + 1, k.shape[1]))
+        end = max(K, dispatch.furthest(last[:, rows], k.shape[1], plus=1))
         scores = index_scores(q[:, rows], k[:, :end], w[:, rows])
         candidates = (index[:end] >= first[:, rows, None]) & (index[:end] <= last[:, rows, None])
         keys[:, rows], found[:, rows] = top_positions(scores, candidates, K)
