@@ -12,6 +12,7 @@ import torch
 
 from lt2.analysis.accounting import parameters
 from lt2.config import ConfigError
+from lt2.model import LoopedLM
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
@@ -66,7 +67,7 @@ def evaluate_checkpoint(
         ConfigError: no such checkpoint or data, a damaged checkpoint, or what a task says of its input.
     """
     uri = resolve(checkpoint)
-    model, config, info = load_model(uri)
+    model, _, info = load_model(uri)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     context = TaskContext(
         checkpoint=uri,
@@ -76,9 +77,15 @@ def evaluate_checkpoint(
         progress=progress,
         actors=actors,
     )
+    return _evaluated(model, read_info(uri).state.step, tasks, context, loops)
+
+
+def _evaluated(
+    model: LoopedLM, step: int, tasks: Sequence[TaskConfig], context: TaskContext, loops: Sequence[int]
+) -> Evaluated:
     rows = run_tasks(tasks, model, context, loops=loops)
-    found = Evaluated(rows, read_info(uri).state.step, config.n_loops, parameters(config).total)
-    write_record(out, found, uri, tasks)
+    found = Evaluated(rows, step, model.config.n_loops, parameters(model.config).total)
+    write_record(context.out, found, context.checkpoint, tasks)
     return found
 
 
@@ -133,10 +140,7 @@ def evaluate_export(
     """`evaluate_checkpoint` of a folder that `lt2 export` wrote: by the same code, hence with the same numbers."""
     model = source.load_looped()
     context = TaskContext(source.place, source.load_tokenizer(), None, out, progress, actors)
-    rows = run_tasks(tasks, model, context, loops=loops)
-    found = Evaluated(rows, 0, model.config.n_loops, parameters(model.config).total)
-    write_record(out, found, source.place, tasks)
-    return found
+    return _evaluated(model, 0, tasks, context, loops)
 
 
 def write_record(out: str, found: Evaluated, place: str, tasks: Sequence[TaskConfig]) -> None:

@@ -98,9 +98,8 @@ def run(
 
     `say` is called, from several threads, with {"step", "event", …} for everything that happens. Bad input that can be
     seen beforehand, an unusable root and missing inputs of any step included, raises ConfigError before anything is
-    written. KeyboardInterrupt
-    (SIGTERM as well, see the CLI) stops the running attempts, those that train after a checkpoint, releases their
-    leases and is raised again; a second one does not wait for checkpoints.
+    written. KeyboardInterrupt (SIGTERM as well, see the CLI) stops the running attempts, those that train after a
+    checkpoint, releases their leases and is raised again; a second one does not wait for checkpoints.
     """
     storage.check_readable(new=True)
     chosen = _choose(workflow, storage, only)
