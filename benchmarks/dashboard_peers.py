@@ -2,7 +2,7 @@
 
     python benchmarks/dashboard_peers.py [--peers PYTHON] [--runs 100] [--steps 5000] [--json FILE]
 
-PYTHON is an interpreter that has tensorboard and mlflow (the `benchmark` extra), in an environment of its own.
+PYTHON is an interpreter that has tensorboard and mlflow (the extra `dashboard-peers`), in an environment of its own.
 For each dashboard, in headless Chromium: seconds from starting the server until a run's curves are on the screen; from
 then on seconds until the list of runs, and until one run's curves, are drawn in a fresh profile (medians of three,
 dashboards in turns); and the peak memory of all processes of the server. What a page shows differs: ours draws up to

@@ -1,4 +1,5 @@
-"""Every mixer's CUDA path against the same layer in fp64 on the PyTorch path: forward, gradients, decode, packing.
+"""Every mixer's CUDA path against the same layer in fp64 on the PyTorch path: forward, gradients, decode, packing; and
+the loss's.
 
 The fp64 path itself is checked against token-by-token oracles in the test suite. Errors are ‖out - ref‖ / ‖ref‖.
 Kernels are tuned over their first tile shapes only (`few_tiles`): this checks arithmetic, not every tile shape.
@@ -22,6 +23,7 @@ from benchmarks.gpu.training import KERNELS, compile_kernels, compile_peer
 from lt2.config import ModelConfig, mixer_types
 from lt2.decode import DecodeStep
 from lt2.model import LoopedLM, build
+from lt2.train.loss import IGNORE, chunked_cross_entropy
 
 # fp32 runs on tf32 tensor cores inside the Triton kernels; a loop of two and a head pass errors on.
 LIMITS = {"float32": 5e-3, "bfloat16": 3e-2}
@@ -30,6 +32,8 @@ GRADIENT_LIMITS = {"float32": 1e-2, "bfloat16": 8e-2}
 # A top-k over rounded scores may select other blocks than the exact one: a jump, not an accumulation of rounding.
 SELECTING = {"nsa", "dsa"}
 SELECTING_FACTOR = 5.0
+
+LOSS = "(cross entropy)"  # beside the mixers
 
 TILES = 3  # of up to dozens; one may not fit the card's shared memory
 
@@ -117,6 +121,29 @@ def check(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def check_loss(dtype: torch.dtype, n_tokens: int) -> list[dict[str, Any]]:
+    """The chunked cross entropy over a large vocabulary, with its gradients."""
+    torch.manual_seed(0)
+    hidden = torch.randn(n_tokens, 256, device=device()).to(dtype).requires_grad_()
+    weight = (torch.randn(400 * n_tokens, 256, device=device()) / 8).to(dtype).requires_grad_()
+    targets = torch.randint(len(weight), (n_tokens,), device=device())
+    targets[::5] = IGNORE
+    found = {}
+    for kind in (dtype, torch.float64):
+        leaves = [x.detach().to(kind).requires_grad_() for x in (hidden, weight)]
+        result = chunked_cross_entropy(*leaves, targets, z_loss=1e-4, chunk_rows=n_tokens // 2)
+        result.loss.backward()
+        grads = [leaf.grad.double().flatten() for leaf in leaves if leaf.grad is not None]
+        found[kind] = {"forward": result.loss.detach()[None], "gradient": torch.cat(grads)}
+    name = str(dtype).removeprefix("torch.")
+    rows = []
+    for what, limit in (("forward", LIMITS[name]), ("gradient", GRADIENT_LIMITS[name])):
+        error = relative(found[dtype][what], found[torch.float64][what])
+        rows.append({"part": "parity", "mixer": LOSS, "dtype": name, "case": "whole", "what": what, "error": error,
+                     "limit": limit, "ok": bool(error <= limit)})  # fmt: skip
+    return rows
+
+
 def few_tiles() -> None:
     """Let fla's kernels choose among their first tile shapes only: compiling all of them takes most of ten minutes."""
     from triton.runtime.autotuner import Autotuner
@@ -131,7 +158,7 @@ def check_safely(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, 
     try:
         if device().type == "cuda":
             few_tiles()
-        rows = check(mixer, dtype, length)
+        rows = check_loss(dtype, length) if mixer == LOSS else check(mixer, dtype, length)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"[:400]
         rows = [{"part": "parity", "mixer": mixer, "dtype": str(dtype), "ok": False, "failure": failure}]
@@ -142,6 +169,8 @@ def check_safely(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, 
 def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
     """Mixers in parallel processes: nearly all of the time is the compilation of kernels, on the CPU's cores."""
     mixers = [mixer for mixer in sorted(mixer_types()) if only is None or mixer in only]
+    if only is None:
+        mixers.append(LOSS)
     cases = [(mixer, dtype, 70 if dry_run else 300) for dtype in (torch.bfloat16, torch.float32) for mixer in mixers]
     if dry_run:
         for case in cases:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lt2.ops.cross_entropy import cross_entropy_
+
 if TYPE_CHECKING:
     from lt2.train.config import TrainConfig
     from lt2.train.loop import Batch
@@ -99,30 +101,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             w_VD = weight.to(compute)
             for start in range(0, hidden.shape[0], rows):
                 h_CD = hidden[start : start + rows].to(compute)
-                t_C = targets[start : start + rows]
-                keep_C1 = (t_C != ignore_index).unsqueeze(1)
-                t_C1 = t_C.unsqueeze(1).masked_fill(~keep_C1, 0)
-                logits_CV = (h_CD @ w_VD.T).to(wide)
-                lse_C1 = torch.logsumexp(logits_CV, dim=1, keepdim=True)
-                ce_C1 = (lse_C1 - logits_CV.gather(1, t_C1)).masked_fill(~keep_C1, 0)
-                ce += ce_C1.sum()
-                total += ce_C1.sum() + z_loss * lse_C1.square().masked_fill(~keep_C1, 0).sum()
-                if not (need_hidden or need_weight):
+                loss_C, ce_C, grad_CV = cross_entropy_(
+                    h_CD @ w_VD.T, targets[start : start + rows],
+                    ignore_index=ignore_index, z_loss=z_loss, gradient=need_hidden or need_weight,
+                )  # fmt: skip
+                total += loss_C.sum()
+                ce += ce_C.sum()
+                if grad_CV is None:
                     continue
-                # d loss / d logits = softmax·(1 + 2·z·lse) - onehot, built in the logits' own memory.
-                grad_CV = logits_CV.sub_(lse_C1).exp_()
-                if z_loss:
-                    grad_CV.mul_(1 + 2 * z_loss * lse_C1)
-                grad_CV.scatter_add_(1, t_C1, torch.full_like(lse_C1, -1.0))
-                grad_CV = grad_CV.masked_fill_(~keep_C1, 0).to(compute)
                 if grad_hidden is not None:
                     grad_hidden[start : start + rows] = grad_CV @ w_VD
                 if grad_weight is not None and compute == wide:
                     grad_weight.addmm_(grad_CV.T, h_CD)
                 elif grad_weight is not None:
                     grad_weight += grad_CV.T @ h_CD
-                # The next chunk's logits must not be allocated while this one's are still referenced.
-                del logits_CV, grad_CV
+                del grad_CV  # the next chunk's logits must not be allocated while this one's memory is referenced
         ctx.grads = (grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(ce)

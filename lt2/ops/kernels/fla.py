@@ -1,5 +1,5 @@
-"""Our recurrent ops on flash-linear-attention's Triton kernels: argument order, dtypes, scales, states and packed
-documents.
+"""Our recurrent ops and cross entropy on flash-linear-attention's Triton kernels: argument order, dtypes, scales,
+states and packed documents.
 
 fla is imported inside the functions: importing it starts Triton, which CPU users need not have. All kernels take
 (B, L, H, D) and keep states as (B, H, K, V) in fp32, as we do. Documents become pieces of one flattened sequence.
@@ -77,6 +77,22 @@ def gated_delta_rule_step(
         return _run_step(fused_recurrent_delta_rule, q, k, v, {"beta": beta}, scale, state)
     kernel = fused_recurrent_kda if g.ndim == 3 else fused_recurrent_gated_delta_rule
     return _run_step(kernel, q, k, v, {"g": g, "beta": beta}, scale, state)
+
+
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float, gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Shapes as `lt2.ops.cross_entropy.cross_entropy_`; the gradient takes the logits' place."""
+    from fla.modules.fused_cross_entropy import cross_entropy_loss
+
+    with torch.set_grad_enabled(gradient):
+        leaf = logits.detach().requires_grad_(gradient)
+        loss, z = cross_entropy_loss(
+            logits=leaf, target=targets, lse_square_scale=z_loss, ignore_index=ignore_index, inplace_backward=True
+        )
+        grad = torch.autograd.grad(loss.sum(), leaf)[0] if gradient else None
+    loss = loss.detach()
+    return loss, loss - z, grad
 
 
 def _usable_gate(g: Tensor | None, q: Tensor, *, delta: bool) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 fla_interpreter.install()
 
 from lt2.ops import dispatch  # noqa: E402
+from lt2.ops.cross_entropy import cross_entropy_  # noqa: E402
 from lt2.ops.kernels import fla as fla_kernels  # noqa: E402
 
 # bf16 rounds inputs, outputs and intermediates to 8 bits: a few units of 2^-8.
@@ -108,3 +109,28 @@ def test_scalar_gates_avoid_the_miscompiled_backward(recurrence, assert_same, ke
     with torch.no_grad():
         case.run()
     assert kernels == [kernel, {"linear": "chunk_simple_gla", "delta": "chunk_gated_delta_rule"}[op]]
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "vocab"), [(torch.float32, 7, 1000), (torch.bfloat16, 7, 1000), (torch.bfloat16, 2, 70_000)]
+)
+def test_cross_entropy(assert_same, dtype, rows, vocab, z_loss):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(rows, vocab, generator=generator).to(dtype)
+    targets = torch.randint(vocab, (rows,), generator=generator)
+    targets[1] = -7
+    targets[0] = vocab - 1
+    options = {"ignore_index": -7, "z_loss": z_loss}
+    names = ("loss", "ce", "grad")
+    expected = dict(zip(names, cross_entropy_(logits.double(), targets, gradient=True, **options)))
+    without = cross_entropy_(logits.clone(), targets, gradient=False, **options)
+    given = logits.clone()
+    ours = dict(zip(names, cross_entropy_(given, targets, gradient=True, **options)))
+    assert without[2] is None
+    assert torch.equal(without[0], ours["loss"])
+    assert torch.equal(without[1], ours["ce"])
+    assert ours["grad"].data_ptr() == given.data_ptr()  # no second block of the vocabulary's width
+    assert not ours["grad"][1].any()
+    assert (ours["loss"].dtype, ours["ce"].dtype, ours["grad"].dtype) == (torch.float32, torch.float32, dtype)
+    assert_same(ours, expected, BOUNDS[dtype])

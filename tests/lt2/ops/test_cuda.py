@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lt2.ops import attention_decode, causal_attention, windowed_attention
+from lt2.ops.cross_entropy import cross_entropy_
 from lt2.ops.reference import softmax_attention
 
 pytestmark = [
@@ -50,6 +51,18 @@ def test_steps(recurrence, assert_same, op, decay, dtype):
         outputs.append(o)
     ours = {"o": torch.stack(outputs, dim=1), "state": state}
     assert_same(ours, {"o": expected_o, "state": expected_state}, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("vocab", [1000, 128_256])
+def test_cross_entropy(assert_same, dtype, vocab):
+    logits = 3 * torch.randn(300, vocab, device="cuda").to(dtype)
+    targets = torch.randint(vocab, (300,), device="cuda")
+    targets[::5] = -100
+    options = {"ignore_index": -100, "z_loss": 0.1, "gradient": True}
+    names = ("loss", "ce", "grad")
+    expected = dict(zip(names, cross_entropy_(logits.double(), targets, **options)))
+    assert_same(dict(zip(names, cross_entropy_(logits, targets, **options))), expected, BOUNDS[dtype])
 
 
 def _qkv(dtype):
