@@ -7,6 +7,8 @@ fla is imported inside the functions: importing it starts Triton, which CPU user
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -87,9 +89,8 @@ def cross_entropy_(
 
     with torch.set_grad_enabled(gradient):
         leaf = logits.detach().requires_grad_(gradient)
-        loss, z = cross_entropy_loss(
-            logits=leaf, target=targets, lse_square_scale=z_loss, ignore_index=ignore_index, inplace_backward=True
-        )
+        kernel: Any = cross_entropy_loss  # a decorator of fla's hides its signature from pyright
+        loss, z = kernel(leaf, targets, lse_square_scale=z_loss, ignore_index=ignore_index, inplace_backward=True)
         grad = torch.autograd.grad(loss.sum(), leaf)[0] if gradient else None
     loss = loss.detach()
     return loss, loss - z, grad
