@@ -155,7 +155,7 @@ def train(
     precision = autocast_dtype(config.precision, device)
     autocast = lambda: torch.autocast(device.type, precision) if precision else nullcontext()  # noqa: E731
     window, guard = _Window(device), Guard(device)
-    recent: deque[_Step] = deque(maxlen=2)
+    unheard: deque[_Step] = deque()
     model.train()
     while state.step < config.steps:
         asked = time.perf_counter()
@@ -175,17 +175,21 @@ def train(
         news = guard.update(optimizer, state.step + 1, mean, grad_norm, request)
         optimizer.zero_grad(set_to_none=True)
 
-        recent.append(_Step(state.step + 1, state.position, batch, news))
+        unheard.append(_Step(state.step + 1, state.position, batch, news))
         state.step += 1
         state.position += config.global_batch_size
         window.steps += 1
         window.tokens += totals["n_tokens"]
         due = _due(state.step, config)
-        # The device is still at this step; without need the host listens to the one before.
-        heard = recent[-1 if due else 0].news()
-        if heard.bad_step:
-            raise _not_finite(model, objective, recent, heard, config, autocast, sharding)
-        if heard.request:
+        # The device is still at this step; without need the host listens to the one before only.
+        requested = 0
+        for _ in range(len(unheard) - (0 if due else 1)):
+            made = unheard.popleft()
+            heard = made.news()
+            if heard.bad_step:
+                raise _not_finite(model, objective, made, heard, config, autocast, sharding)
+            requested = max(requested, heard.request)
+        if requested:
             due |= {"log", "checkpoint"}
         if not due:
             continue
@@ -199,7 +203,7 @@ def train(
             model.train()
         if "checkpoint" in due:
             _call(callbacks, "on_checkpoint", state, model, optimizer)
-        if heard.request >= STOP and state.step < config.steps:
+        if requested >= STOP and state.step < config.steps:
             raise PreemptedError(f"stopped as asked after step {state.step} of {config.steps}, which is saved")
         window.started = time.perf_counter()
     _call(callbacks, "on_end", state)
@@ -292,13 +296,12 @@ def _read_metrics(
 def _not_finite(
     model: nn.Module,
     objective: Objective,
-    recent: Collection[_Step],
+    step: _Step,
     heard: News,
     config: TrainConfig,
     autocast: Callable[[], AbstractContextManager[Any]],
     sharding: Sharding | None,
 ) -> NonFiniteLossError:
-    step = next(step for step in recent if step.step == heard.bad_step)
     device = next(model.parameters()).device
     parts = [part.to(device) for part in step.batch.split(config.micro_batch_size or len(step.batch.tokens))]
     origin = find_origin(model, objective, parts, autocast, loss=heard.loss, sharding=sharding)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lt2.config import ConfigError
 from lt2.train import parallel
-from lt2.train.loop import Batch, NonFiniteLossError, TrainConfig, TrainState, train
+from lt2.train.loop import SAVE, Batch, NonFiniteLossError, TrainConfig, TrainState, train
 from lt2.train.loss import IGNORE, next_token_objective
 from lt2.train.optim import adamw, warmup_cosine
 from tests.lt2.looped_toy import toy
@@ -59,7 +59,9 @@ def batches(position=0, rank=0, world=1):
         yield Batch(tokens=tokens[share], loss_mask=mask[share])
 
 
-def run(config=CONFIG, *, state=None, model=None, optimizer=None, sharding=None, data=None, **toy_options):
+def run(
+    config=CONFIG, *, state=None, model=None, optimizer=None, sharding=None, data=None, stop=lambda: 0, **toy_options
+):
     model = model if model is not None else toy(**toy_options)
     optimizer = optimizer or adamw(model, lr=config.lr)
     schedule = warmup_cosine(lr=config.lr, steps=CONFIG.steps, warmup_steps=config.warmup_steps)
@@ -67,7 +69,7 @@ def run(config=CONFIG, *, state=None, model=None, optimizer=None, sharding=None,
     state = state or TrainState()
     objective = next_token_objective(z_loss=config.z_loss)
     data = data or batches(state.position)
-    train(model, objective, data, optimizer, schedule, config, state, [recorder], sharding=sharding)
+    train(model, objective, data, optimizer, schedule, config, state, [recorder], sharding=sharding, stop=stop)
     return recorder, model, state
 
 
@@ -166,6 +168,15 @@ def test_callbacks_come_when_due_and_the_last_step_is_always_logged_and_saved():
     assert recorder.ended == 1
     expected = {"loss", "ce", "lr", "grad_norm", "tokens_per_s", "step_time", "data_wait", "data_wait_fraction"}
     assert all(metrics.keys() == expected for _, metrics in recorder.steps)
+
+
+@pytest.mark.parametrize("asked", [1, 2, 3, 4, 5])
+def test_what_asks_once_is_saved_once_whatever_else_is_due(asked):
+    words = iter([SAVE if step == asked else 0 for step in range(1, 7)])
+    recorder, _, _ = run(CONFIG.model_copy(update={"steps": 6, "log_every": 3}), stop=lambda: next(words))
+    saved = asked if asked == 3 else asked + 1  # a step that is due is heard at once
+    assert [state.step for state, _, _ in recorder.checkpoints] == sorted({saved, 6})
+    assert [step for step, _ in recorder.steps] == sorted({3, saved, 6})
 
 
 def test_no_clipping_leaves_the_gradient_alone():
