@@ -24,7 +24,10 @@ from lt2.config import ConfigError
 from lt2_platform.storage_errors import CHOOSE, STORAGE_ERRORS, notes_root, noting, refusal
 
 S3 = "s3://"
+ARROW_ATTEMPTS = 8
+DELETED_AT_ONCE = 1000  # keys that S3 takes in one request
 _ALREADY_EXISTS = {409, 412}  # conditional request conflict, precondition failed
+_WRITER = "lt2-writer"
 
 
 def default_root() -> str:
@@ -62,7 +65,10 @@ def arrow_filesystem(uri: str) -> tuple[Any, str]:
     _tame_checksums()
     endpoint = os.environ.get("AWS_ENDPOINT_URL")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    options: dict[str, Any] = {"endpoint_override": endpoint} if endpoint else {}
+    # Its own three attempts are over in a second; a store that is away comes back later than that.
+    options: dict[str, Any] = {"retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=ARROW_ATTEMPTS)}
+    if endpoint:
+        options["endpoint_override"] = endpoint
     if region or endpoint:
         options["region"] = region or "us-east-1"
     return fs.S3FileSystem(**options), uri[len(S3) :]
@@ -213,6 +219,9 @@ class Storage:
         full = self.join(path)
         if full == self.root:
             raise ValueError(f"refusing to delete the storage root {self.root}")
+        if full.startswith(S3):
+            _delete_keys(self.fs, full)
+            return
         with suppress(FileNotFoundError):
             self.fs.rm(full, recursive=True)
 
@@ -253,18 +262,32 @@ def _temporary_beside(full: str) -> str:
 
 def _put_if_absent(fs: Any, full: str, data: bytes) -> bool:
     bucket, key = full[len(S3) :].split("/", 1)
+    writer = uuid.uuid4().hex
     try:
-        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", Metadata={_WRITER: writer})
         return True
-    except FileExistsError:
-        return False
     except (OSError, ClientError) as error:
-        if _status(error) in _ALREADY_EXISTS:
-            return False
+        there = isinstance(error, FileExistsError) or _status(error) in _ALREADY_EXISTS
         # Some servers answer EINVAL for a lost race; EINVAL also means a malformed request, hence the look.
-        if getattr(error, "errno", None) == errno.EINVAL and fs.exists(full):
-            return False
-        raise
+        if not there and not (getattr(error, "errno", None) == errno.EINVAL and fs.exists(full)):
+            raise
+    # The client sends a request again whose answer was lost, and then meets the object it made itself.
+    try:
+        return fs.call_s3("head_object", Bucket=bucket, Key=key).get("Metadata", {}).get(_WRITER) == writer
+    except FileNotFoundError:  # another's, and gone already
+        return False
+
+
+def _delete_keys(fs: Any, full: str) -> None:
+    """Not `fs.rm`: it takes `*` and `[` in a key for a pattern, and says nothing of keys that S3 did not delete."""
+    bucket, key = full[len(S3) :].split("/", 1)
+    keys = [key, *(str(name).split("/", 1)[1] for name in fs.find(full))]
+    for start in range(0, len(keys), DELETED_AT_ONCE):
+        listed = [{"Key": each} for each in dict.fromkeys(keys[start : start + DELETED_AT_ONCE])]
+        answer = fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": listed, "Quiet": True})
+        for refused in answer.get("Errors", []):
+            kind = PermissionError if refused.get("Code") == "AccessDenied" else OSError
+            raise kind(f"{refused.get('Key')} was not deleted ({refused.get('Code')}: {refused.get('Message')})")
 
 
 def _status(error: BaseException) -> int | None:

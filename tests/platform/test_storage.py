@@ -5,8 +5,10 @@ import pickle
 
 import pytest
 from pyarrow import fs as arrow
+from s3fs import S3FileSystem
 
 from lt2.config import ConfigError
+from lt2_platform import storage as storage_module
 from lt2_platform.storage import Storage, default_root
 
 
@@ -91,6 +93,52 @@ def test_create_exclusive_has_one_winner_among_processes(root):
     assert winners.empty()
     storage = Storage(root)
     assert {index: storage.read_bytes(f"race/{index}").decode() for index in range(10)} == won
+
+
+def test_create_exclusive_knows_its_own_object_when_an_answer_was_lost(s3_root, monkeypatch):
+    ask = S3FileSystem.call_s3
+
+    def sent_twice(files, method, **options):
+        if method == "put_object":
+            ask(files, method, **options)
+        return ask(files, method, **options)
+
+    monkeypatch.setattr(S3FileSystem, "call_s3", sent_twice)
+    storage = Storage(s3_root)
+    assert storage.create_exclusive("done.json", b"mine") is True
+    assert storage.create_exclusive("done.json", b"mine") is False
+    assert storage.read_bytes("done.json") == b"mine"
+
+
+def test_delete_takes_a_path_as_it_is(storage):
+    for path in ("x/a*[1]/1", "x/ab1/1", "x/a*[1]2"):
+        storage.write_bytes(path, b"")
+    storage.delete("x/a*[1]")
+    assert storage.list("x") == ["a*[1]2", "ab1"]
+
+
+def test_what_s3_does_not_delete_is_an_error(s3_root, monkeypatch):
+    ask = S3FileSystem.call_s3
+
+    def denied(files, method, **options):
+        if method == "delete_objects":
+            return {"Errors": [{"Key": "root/a/b", "Code": "AccessDenied", "Message": "no"}]}
+        return ask(files, method, **options)
+
+    monkeypatch.setattr(S3FileSystem, "call_s3", denied)
+    storage = Storage(s3_root)
+    storage.write_bytes("a/b", b"")
+    with pytest.raises(PermissionError, match=r"root/a/b was not deleted \(AccessDenied: no\)"):
+        storage.delete("a")
+
+
+def test_delete_of_more_files_than_one_request_takes(s3_root, monkeypatch):
+    monkeypatch.setattr(storage_module, "DELETED_AT_ONCE", 3)
+    storage = Storage(s3_root)
+    for index in range(7):
+        storage.write_bytes(f"a/{index}", b"")
+    storage.delete("a")
+    assert not storage.exists("a")
 
 
 def test_arrow_sees_the_same_files(storage):
