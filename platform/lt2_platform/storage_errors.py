@@ -57,6 +57,14 @@ def refusal(root: str, what: str, error: BaseException) -> ConfigError:
     return ConfigError(f"storage root {root} cannot be {what} ({reason(error, root)}); {_advice(error)}")
 
 
+def is_of_the_store(error: BaseException) -> bool:
+    """Whether a read by arrow failed for the sake of the store or the machine (away, no permission, too many open
+    files), which says nothing of the file's content. That it is not there does."""
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+        return False
+    return error.errno is not None or "AWS Error" in str(error)  # what arrow decodes has no number
+
+
 def out_of_reach(uri: str, error: BaseException) -> str:
     """The same of an input: its place, why it cannot be read, and what to set or do."""
     return f"{uri} cannot be read ({reason(error, uri)}); {_advice(error, 'give another path')}"

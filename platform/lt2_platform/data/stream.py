@@ -24,6 +24,7 @@ from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION
 from lt2_platform.data.units import ROW_GROUP
 from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import is_of_the_store
 
 WINDOW_BLOCKS = 64  # sequences are shuffled among 64 blocks of 64, which themselves come from anywhere in the corpus
 CACHE_BYTES = 512 * 2**20
@@ -176,6 +177,8 @@ class PackedDataset:
         try:
             table = self._parquet(file).read_row_group(group, columns=list(self.columns))
         except (OSError, pa.ArrowException) as error:
+            if is_of_the_store(error):
+                raise
             raise self._damaged(file, " ".join(str(error).split())) from error
         width = self.seq_len + 1
         self._groups[key] = {

@@ -196,6 +196,18 @@ def test_damage_is_noticed(dataset_path, tmp_path):
         PackedDataset(dataset_path).batch([145])
 
 
+def test_a_store_that_fails_is_no_damage(dataset_path, monkeypatch):
+    away = OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 7, Couldn't connect to server")
+
+    def fail(*_, **__):
+        raise away
+
+    monkeypatch.setattr(pq, "ParquetFile", fail)
+    with pytest.raises(OSError, match="NETWORK_CONNECTION") as raised:  # a ConfigError would not be tried again
+        PackedDataset(dataset_path).batch([0])
+    assert raised.value is away
+
+
 def test_the_dataset_of_a_step_is_made_again_by_its_workflow(dataset_path, tmp_path):
     step = tmp_path / "steps" / "prepare-12345678"
     step.mkdir(parents=True)

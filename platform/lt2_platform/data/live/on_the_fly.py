@@ -19,6 +19,7 @@ from lt2_platform.data.sources.listing import Slice, SourceFile
 from lt2_platform.data.stream import shuffled
 from lt2_platform.data.units import Unit
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS, out_of_reach
 
 if TYPE_CHECKING:
     from lt2_platform.data.prepare import PrepareConfig
@@ -75,8 +76,10 @@ class Listing:
 def _change(file: SourceFile) -> str | None:
     try:
         size, version = sources.version_of(file.path, sampled=True)
-    except OSError:
+    except FileNotFoundError:
         return f"{file.name} is missing"
+    except STORAGE_ERRORS as error:  # nothing is known of the file
+        raise ConfigError(out_of_reach(file.name, error)) from error
     if size != file.bytes:
         return f"{file.name} has {size:,} bytes instead of {file.bytes:,}"
     return None if version == file.version else f"{file.name} has other content"

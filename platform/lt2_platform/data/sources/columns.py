@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from lt2.config import ConfigError
 from lt2_platform.data.sources.configs import FileSource
 from lt2_platform.storage import arrow_filesystem
+from lt2_platform.storage_errors import is_of_the_store
 
 if TYPE_CHECKING:
     from lt2_platform.data.sources.listing import SourceFile
@@ -22,6 +23,8 @@ def parquet_metadata(file: SourceFile, source: FileSource) -> Any:
     try:
         metadata = pq.read_metadata(path, filesystem=fs)
     except (OSError, ValueError) as error:
+        if is_of_the_store(error):
+            raise
         message = " ".join(str(error).split())
         raise ConfigError(f"{file.name} is not a readable parquet file ({message}); replace or remove it") from error
     schema = metadata.schema.to_arrow_schema()

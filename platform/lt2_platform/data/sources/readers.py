@@ -19,6 +19,7 @@ from lt2_platform.data.sources.configs import FileSource
 from lt2_platform.data.sources.documents import SAMPLE_CHARACTERS, Document, Fault, checked
 from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, SourceFile
 from lt2_platform.storage import arrow_filesystem
+from lt2_platform.storage_errors import is_of_the_store
 
 LOOKED_INTO = 64
 MAX_DOCUMENT_BYTES = 256 * 2**20
@@ -52,6 +53,8 @@ def _blaming(file: SourceFile) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
+        if is_of_the_store(error):  # another attempt goes on from here; a ConfigError would end it for good
+            raise
         message = " ".join(str(error).split())
         raise ConfigError(f"cannot read {file.name} ({message}); replace or remove that file") from error
 

@@ -1,5 +1,6 @@
 """Tokenising while training: every document once per epoch, in an order that no crash and no worker count changes."""
 
+import errno
 import itertools
 import json
 import subprocess
@@ -230,6 +231,15 @@ def test_a_changed_corpus_is_named_before_training(dataset, tmp_path):
     (tmp_path / "corpus/c.parquet").unlink()
     with pytest.raises(ConfigError, match=rf"a\.jsonl is missing and 1 more files{again}"):
         listing.check_unchanged()
+
+
+def test_a_corpus_out_of_reach_is_not_called_changed(dataset, monkeypatch):
+    def refuse(path, *, sampled):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(sources, "version_of", refuse)
+    with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read \(Permission denied\); give another path$"):
+        Listing.read(dataset.manifest[KEY]).check_unchanged()
 
 
 def test_bad_input_is_one_line(dataset, tmp_path):

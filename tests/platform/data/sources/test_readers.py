@@ -1,9 +1,11 @@
 """Every format gives its documents, however it is sliced, and every kind of bad row is named."""
 
+import errno
 import gzip
 import io
 import json
 import random
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +13,7 @@ import pytest
 import zstandard
 
 from lt2.config import ConfigError
-from lt2_platform.data.sources import readers
+from lt2_platform.data.sources import columns, readers
 from lt2_platform.data.sources.configs import PlainSource
 from lt2_platform.data.sources.documents import Fault
 from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, find_files
@@ -165,3 +167,26 @@ def test_peek_columns(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'not json\n[1]\n{"b": 1}\n{"a": 1, "b": 2}\n')
     (file,) = find_files(str(tmp_path / "x.jsonl"))
     assert peek_columns(file) == ["b", "a"]
+
+
+AWAY = "AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 7, Couldn't connect to server"
+
+
+@pytest.mark.parametrize("error", [OSError(AWAY), OSError(errno.EMFILE, "Too many open files")])
+def test_a_store_that_fails_is_no_fault_of_the_file(corpus, monkeypatch, error):
+    folder, _ = corpus
+
+    def away(*_, **__):
+        raise error
+
+    for name in ("a.jsonl", "e.txt"):
+        (file,) = find_files(str(folder / name))
+        with monkeypatch.context() as broken:
+            broken.setattr(readers, "_open", away)
+            with pytest.raises(OSError, match=re.escape(str(error))) as raised:
+                list(read_rows(file, WHOLE, TEXT))
+        assert raised.value is error
+    (table,) = find_files(str(folder / "d.parquet"))
+    monkeypatch.setattr(columns.pq, "read_metadata", away)
+    with pytest.raises(OSError, match=re.escape(str(error))):
+        columns.parquet_metadata(table, TEXT)
