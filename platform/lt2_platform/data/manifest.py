@@ -18,9 +18,13 @@ SCHEMA_VERSION = 1
 
 
 def write_quarantine(
-    work: Sequence[Unit], records: Sequence[dict[str, Any]], storage: Storage, job: Job
+    work: Sequence[Unit], records: Sequence[dict[str, Any]], storage: Storage, job: Job, *, complete: bool = True
 ) -> dict[str, Any]:
-    """quarantine/part-*.jsonl with rows numbered from the start of their file; returns the manifest's summary."""
+    """quarantine/part-*.jsonl with rows numbered from the start of their file; returns the manifest's summary.
+
+    complete: `work` is all that there is. Without what comes before in a file, rows are numbered from the start of
+    their slice, which is named.
+    """
     seen: Counter[SourceFile] = Counter()
     reasons: Counter[str] = Counter()
     parts = 0
@@ -38,7 +42,11 @@ def write_quarantine(
         ):
             for line in bad:
                 fault = json.loads(line)
-                fault["row"] += first_rows[fault.pop("part")]
+                part = fault.pop("part")
+                if complete:
+                    fault["row"] += first_rows[part]
+                else:
+                    fault["start"] = unit.parts[part][1].start
                 target.write(json.dumps(fault, ensure_ascii=False).encode() + b"\n")
         parts += 1
     return {"rows": sum(reasons.values()), "reasons": dict(sorted(reasons.items())), "files": parts}

@@ -181,7 +181,7 @@ def _build_live(
     return _common(config, tokenizer, file, fingerprint) | {
         "sources": [sources.describe(file, None) for file in listing.files],
         "splits": splits,
-        "quarantine": write_quarantine(work, records, storage, job),
+        "quarantine": write_quarantine(work, records, storage, job, complete=False),
         on_the_fly.KEY: listing.record(),
     }
 

@@ -166,6 +166,21 @@ def test_bad_rows_are_set_aside_unit_by_unit(dataset, tmp_path):
     assert rest[fault["row"] + 1] == b"not json"
 
 
+def test_bad_rows_of_held_out_units_are_found_by_their_slice(tmp_path, no_ray, small_units):
+    rows = [f"bad {i}" if i % 3 else json.dumps({"text": f"<{i}> " + "word " * 5}) for i in range(1500)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    dataset = make(tmp_path / "data", source=f"{tmp_path}/a.jsonl", validation_fraction=0.1)
+    faults = [
+        json.loads(line) for file in (tmp_path / "data/quarantine").iterdir() for line in file.read_text().splitlines()
+    ]
+    assert dataset.manifest["quarantine"]["rows"] == len(faults) > 50
+    content = (tmp_path / "a.jsonl").read_bytes()
+    for fault in faults:
+        skipped = 1 if fault["start"] else 0  # a slice begins with the next whole line
+        rest = content[max(0, fault["start"] - 1) :].split(b"\n")
+        assert rest[fault["row"] + skipped].decode() == fault["sample"]
+
+
 def test_the_process_beside_the_worker_gives_the_same_and_remembers_where(dataset):
     expected = list(itertools.islice(stream(plan_of(dataset)), 12))
     batches = dataset.batches(position=0, global_batch_size=LANES, rank=1, world_size=2, seed=3, prefetch=2)
