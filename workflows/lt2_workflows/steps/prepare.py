@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 from lt2.config import ConfigError
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources.configs import STDLIB, describe, paths_of
-from lt2_platform.data.sources.listing import changed_since, look_for
+from lt2_platform.data.sources.listing import changed_since
+from lt2_platform.data.sources.paths import look_for
 from lt2_platform.data.tokenize import is_as_recorded, load_tokenizer
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext

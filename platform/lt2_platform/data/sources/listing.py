@@ -1,12 +1,10 @@
-"""From what the user calls a source to files, and from files to fixed units of work."""
+"""From sources to files and their versions, and from files to fixed units of work."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import sys
-import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,21 +13,14 @@ from lt2.config import ConfigError
 from lt2_platform.data.sources.bad_files import refuse
 from lt2_platform.data.sources.columns import parquet_metadata
 from lt2_platform.data.sources.configs import STDLIB, FileSource
-from lt2_platform.storage import S3, absolute, filesystem
+from lt2_platform.data.sources.paths import expand, format_of, stdlib
+from lt2_platform.storage import S3, filesystem
 
 PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line after each 128 KiB (about 32k tokens)
 UNIT_BYTES = 2 * 2**20
 MAX_UNITS = 10_000
 SAMPLED = "sampled:"
-MISSING = "source {} does not exist; give a file, a folder, a glob or python-stdlib"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
-
-_FORMATS = {
-    ".txt": "text", ".text": "text", ".md": "text", ".py": "text",
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
-}  # fmt: skip
-_COMPRESSIONS = {".zst": "zstd", ".zstd": "zstd", ".gz": "gzip"}
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -113,7 +104,7 @@ def _named(source: str | Sequence[str], format: str, by_extension: bool) -> tupl
     bad = []
     for one in [source] if isinstance(source, str) else source:
         try:
-            found = _stdlib() if one == STDLIB else _expand(one, format, by_extension)
+            found = stdlib() if one == STDLIB else expand(one, format, by_extension)
         except ConfigError as error:
             bad.append(str(error))
             continue
@@ -149,88 +140,8 @@ def changed_since(parts: Sequence[FileSource], recorded: Sequence[dict[str, Any]
         return [found for found in pool.map(change, sorted({*now, *then})) if found]
 
 
-def look_for(source: str, format: str = "auto", *, by_extension: bool = False) -> None:
-    """Raise ConfigError unless there is something to read in `source`; on S3 only whether anything is there."""
-    location = absolute(source)
-    if not location.startswith(S3):
-        _expand(source, format, by_extension)
-        return
-    fs = filesystem(location)
-    if not (fs.glob(location) if _is_glob(source) else fs.exists(location)):
-        raise ConfigError(MISSING.format(source))
-
-
-def _is_glob(source: str) -> bool:
-    return any(character in source for character in "*?[")
-
-
-def _expand(source: str, format: str, by_extension: bool) -> Iterable[tuple[str, str]]:
-    location = absolute(source)
-    fs = filesystem(location)
-    if fs.isfile(location):
-        _format_of(location, format)
-        return [(location, location)]
-    if _is_glob(source):
-        matches = fs.glob(location)
-        found = [inner for match in matches for inner in (_inside(fs, match) if fs.isdir(match) else [match])]
-    elif fs.isdir(location):
-        found = _inside(fs, location)
-    else:
-        raise ConfigError(MISSING.format(source))
-    paths = sorted({(S3 if location.startswith(S3) else "") + path for path in found})
-    if not paths:
-        raise ConfigError(f"source {source} matches no file; check the path")
-    if format == "auto":
-        usable = [path for path in paths if _format_and_compression(path)[0]]
-    else:
-        usable = [path for path in paths if not by_extension or _format_and_compression(path)[0] == format]
-    if not usable and by_extension and format != "auto":
-        raise ConfigError(
-            f"source {source} holds no {format} file (found {os.path.basename(paths[0])}); give another path or type"
-        )
-    if not usable:
-        raise ConfigError(
-            f"source {source} holds no text, jsonl or parquet file (found {os.path.basename(paths[0])}); "
-            "set prepare.format to say what these files are"
-        )
-    return [(path, path) for path in usable]
-
-
-def _inside(fs: Any, folder: str) -> list[str]:
-    """Every file below a folder, except hidden ones and the _SUCCESS kind that other tools leave."""
-    folder = folder.removeprefix(S3).rstrip("/")
-    below = [str(path).removeprefix(folder).lstrip("/") for path in fs.find(folder)]
-    return [f"{folder}/{path}" for path in below if not any(part.startswith((".", "_")) for part in path.split("/"))]
-
-
-def _stdlib() -> Iterable[tuple[str, str]]:
-    root = sysconfig.get_paths()["stdlib"]
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = []
-    for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
-        found += [os.path.join(folder, name) for name in files if name.endswith(".py")]
-    return sorted((f"{STDLIB}-{version}/{os.path.relpath(path, root)}", path) for path in found)
-
-
-def _format_and_compression(path: str) -> tuple[str | None, str | None]:
-    stem, extension = os.path.splitext(path.lower())
-    compression = _COMPRESSIONS.get(extension)
-    if compression:
-        extension = os.path.splitext(stem)[1]
-    return _FORMATS.get(extension), compression
-
-
-def _format_of(path: str, format: str) -> tuple[str, str | None]:
-    found, compression = _format_and_compression(path)
-    chosen = found if format == "auto" else format
-    if chosen is None:
-        raise ConfigError(f"cannot tell the format of {path}; set prepare.format to text, jsonl or parquet")
-    return chosen, None if chosen == "parquet" else compression
-
-
 def _inspect(name: str, path: str, format: str, sampled: bool) -> SourceFile:
-    chosen, compression = _format_of(path, format)
+    chosen, compression = format_of(path, format)
     return SourceFile(name, path, chosen, compression, *version_of(path, sampled=sampled))
 
 

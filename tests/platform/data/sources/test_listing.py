@@ -1,7 +1,9 @@
 """What a source names, in which order, and how it is divided."""
 
+import errno
 import gzip
 import hashlib
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.sources.configs import PlainSource
 from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, find_files, plan_units
+from lt2_platform.data.sources.paths import look_for
 from lt2_platform.storage import Storage
 
 TEXT = [PlainSource(path="")]
@@ -60,6 +63,48 @@ def test_hidden_and_foreign_files_are_left_out_of_folders(tmp_path):
         (tmp_path / name).write_bytes(gzip.compress(b"x"))
     assert names(find_files(str(tmp_path))) == ["a.txt.gz", "b.txt"]
     assert names(find_files(f"{tmp_path}/*.pdf", "text")) == ["notes.pdf"]
+
+
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_wildcards_leave_out_what_folders_do(request, tmp_path, place):
+    root = Storage(str(tmp_path) if place == "local" else request.getfixturevalue("s3_root"))
+    for name in ("d/a.txt", "d/.b.txt", "d/_temporary/0/c.txt", "d/.ipynb_checkpoints/d.txt", "d/e/f.txt"):
+        root.write_bytes(name, b"x")
+    for pattern in ("d", "d/*", "d/**/*.txt", "*"):
+        assert names(find_files(f"{root.root}/{pattern}")) == ["a.txt", "f.txt"]
+    assert names(find_files(f"{root.root}/d/_*/0/*.txt")) == ["c.txt"]  # asked for by its name
+
+
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_a_folder_with_brackets_in_its_name(request, tmp_path, place):
+    root = Storage(str(tmp_path) if place == "local" else request.getfixturevalue("s3_root"))
+    root.write_bytes("data[1] 50%/a.txt", b"x")
+    assert names(find_files(f"{root.root}/data[1] 50%")) == ["a.txt"]
+    look_for(f"{root.root}/data[1] 50%")
+
+
+def test_linked_folders_are_read_and_those_that_lead_back_up_are_not(tmp_path):
+    for name in ("in/a.txt", "elsewhere/deep/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "in/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/up").symlink_to(tmp_path / "in")
+    assert names(find_files(str(tmp_path / "in"))) == ["a.txt", "b.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    scan = os.scandir
+
+    def refuse(folder):
+        if folder == str(tmp_path / "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ConfigError, match=r"^.*/closed cannot be read \(Permission denied\); make it readable or rem"):
+        find_files(str(tmp_path))
 
 
 def test_s3_files_carry_their_etag(s3_root):
