@@ -248,7 +248,10 @@ class RunWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.close(state=getattr(kind, "run_state", "failed"))
+            try:
+                self.close(state=getattr(kind, "run_state", "failed"))
+            except (OSError, BotoCoreError) as error:  # what ended the block is what whoever started it must hear of
+                log.error("%s: its last metrics are not written (%s)", self.run.run_id, error)
         elif self.run.state == "running":
             self.close()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results.store import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS
 
 if TYPE_CHECKING:
     from lt2_platform.train.worker import WorkerSpec
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = "progress.json"
 PROGRESS_SECONDS = 0.5
+REFUSED_SECONDS = 60.0
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Logger:
     writer: RunWriter
     out: Storage
     config: TrainConfig
-    written: float = 0.0
+    written: float = -math.inf
 
     @classmethod
     def open(cls, spec: WorkerSpec, config: TrainConfig) -> Logger:
@@ -71,18 +74,17 @@ class Logger:
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         self.writer.log(state.step, metrics | {"tokens": state.tokens})
-        if time.time() - self.written >= PROGRESS_SECONDS or state.step == self.config.steps:
+        if time.monotonic() - self.written >= PROGRESS_SECONDS or state.step == self.config.steps:
             self._write_progress(_progress(state, metrics, self.config))
 
-    def on_end(self, state: TrainState) -> None:
-        self.writer.close(asdict(state))
-
     def _write_progress(self, values: dict[str, Any]) -> None:
-        self.written = time.time()
+        pause = 0.0
         try:
             self.out.write_bytes(PROGRESS, json.dumps(values).encode())
-        except OSError as error:
+        except STORAGE_ERRORS as error:
             log.warning("progress not written (%s); training goes on", error)
+            pause = REFUSED_SECONDS  # S3 that is away takes half a minute to say so, and the loop waits for it
+        self.written = time.monotonic() + pause
 
 
 def _progress(state: TrainState, metrics: dict[str, float], config: TrainConfig) -> dict[str, Any]:

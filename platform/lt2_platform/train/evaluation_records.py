@@ -29,7 +29,19 @@ def note(out: str, name: str, state: str, **more: Any) -> None:
     Storage(out).write_json(f"evaluations/{name}.json", {"state": state, "time": time.time(), **more})
 
 
-def wanted(out: str, every: int) -> list[str]:
-    """Complete checkpoints of steps that `every` divides whose evaluation is not over, oldest first."""
-    names = checkpoint.complete(Storage(out).join("checkpoints"))
-    return [name for name in names if step_of(name) % every == 0 and record(out, name).get("state") not in OVER]
+def wanted(out: str, every: int, over: set[str] | None = None) -> list[str]:
+    """Complete checkpoints of steps that `every` divides whose evaluation is not over, oldest first.
+
+    over: names known to be over, which are not asked for again; those that turn out to be are added.
+    """
+    storage, known = Storage(out), set() if over is None else over
+    names = [name for name in checkpoint.all_names(storage.join("checkpoints")) if step_of(name) % every == 0]
+    found = []
+    for name in names:
+        if name in known or not storage.exists(f"checkpoints/{name}/{checkpoint.COMPLETE}"):
+            continue
+        if record(out, name).get("state") in OVER:
+            known.add(name)
+        else:
+            found.append(name)
+    return found

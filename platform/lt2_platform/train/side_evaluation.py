@@ -18,6 +18,7 @@ from lt2.config import ConfigError
 from lt2.train.config import TrainConfig
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train import evaluation_records
 from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.checkpoints.retention import Keep
@@ -37,6 +38,7 @@ class SideEvaluations:
     def __init__(self, spec: WorkerSpec, plan: TrainingEvaluation, *, gpus: float):
         self.spec, self.plan, self.gpus = spec, plan, gpus
         self.handles: dict[str, Any] = {}
+        self.over: set[str] = set()
         self.told = False
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="lt2-evaluations", daemon=True)
@@ -51,10 +53,13 @@ class SideEvaluations:
         self.thread.join()
         if kind is None:
             self.drain()
+            return
+        for handle in self.handles.values():  # the next attempt begins them again
+            self.cancel(handle)
 
     def look(self) -> None:
         """Start what is new, take note of what is over, skip what has waited too long."""
-        for name in evaluation_records.wanted(self.spec.out, self.plan.every):
+        for name in evaluation_records.wanted(self.spec.out, self.plan.every, self.over):
             if name not in self.handles:
                 evaluation_records.note(self.spec.out, name, "waiting")
                 self.handles[name] = self.start(name)
@@ -104,6 +109,7 @@ class SideEvaluations:
     def _over(self, name: str, state: str, reason: str) -> None:
         log.warning("evaluation of %s %s: %s", name, state, reason)
         evaluation_records.note(self.spec.out, name, state, reason=reason)
+        self.over.add(name)
         store = ResultsStore(Storage(self.spec.storage_root))
         store.log_event(self.spec.run_id, "evaluation", {"checkpoint": name, "state": state, "reason": reason})
 
@@ -117,7 +123,10 @@ class SideEvaluations:
 
     def _run(self) -> None:
         while not self.ended.wait(POLL_SECONDS):
-            self.look()
+            try:
+                self.look()
+            except STORAGE_ERRORS as error:
+                log.warning("the evaluations of this run are not looked after (%s); trying again", error)
 
 
 def evaluate(spec: WorkerSpec, plan: dict[str, Any], name: str) -> None:

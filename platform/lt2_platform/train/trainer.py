@@ -24,6 +24,7 @@ from lt2_platform.cores import share
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
@@ -218,7 +219,7 @@ def _followed(storage: Storage, progress: Progress) -> Iterator[None]:
     def look() -> None:
         try:
             values = storage.read_json(PROGRESS)
-        except (FileNotFoundError, ValueError):
+        except (*STORAGE_ERRORS, ValueError):  # not there, or storage is away: whoever watches sees it later
             return
         if values != seen.get("values"):
             seen["values"] = values

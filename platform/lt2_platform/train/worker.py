@@ -168,6 +168,8 @@ def _train(
         except PreemptedError:
             saver.settle(state)
             raise
+        if logger is not None:
+            logger.writer.close(asdict(state))  # not before the last checkpoint, which may have waited for storage
     return state
 
 

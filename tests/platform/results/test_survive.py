@@ -109,6 +109,23 @@ def test_storage_failure_while_training_is_survived_and_written_later(local, mon
     assert values(local, "r", "loss") == {0: 1.0, 1: 2.0}
 
 
+def test_storage_that_is_away_hides_no_error_of_the_block(local, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("no route to host")
+
+    writer = local.create_run("r", {})
+    monkeypatch.setattr(Storage, "write_bytes", fail)
+
+    def work():
+        with writer:
+            writer.log(0, {"loss": 1.0})
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        work()
+    assert "r: its last metrics are not written (no route to host)" in caplog.text
+
+
 def test_exception_in_the_block_marks_the_run_failed(local):
     def work():
         with local.create_run("r", {}) as writer:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 import ray
 import torch
+from botocore.exceptions import EndpointConnectionError
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import diagnostics
@@ -158,3 +159,49 @@ def test_a_record_that_is_being_written_counts_as_none(trained):
     Storage(trained.out).write_bytes("evaluations/step-00000002.json", b"")
     assert record(trained.out, "step-00000002") == {}
     assert "step-00000002" in evaluation_records.wanted(trained.out, 2)
+
+
+def test_evaluations_that_are_over_are_not_asked_for_again(trained, monkeypatch):
+    side, names = NoRoom(trained), [f"step-{step:08d}" for step in (2, 4, 6, 8)]
+    note(trained.out, names[0], "done")
+    side.look()
+    asked, read = [], Storage.read_json
+
+    def reading(storage, path):
+        asked.append(path)
+        return read(storage, path)
+
+    monkeypatch.setattr(Storage, "read_json", reading)
+    side.look()
+    assert not [path for path in asked if names[0] in path or names[1] in path]  # done, and skipped
+    assert [path for path in asked if names[2] in path]
+
+
+def test_a_store_that_is_away_for_a_while_ends_no_watching(trained, monkeypatch, caplog):
+    monkeypatch.setattr(side_evaluation, "POLL_SECONDS", 0.01)
+    side, looks = NoRoom(trained), []
+
+    def look():
+        looks.append(1)
+        if len(looks) == 1:
+            raise EndpointConnectionError(endpoint_url="http://away")
+        side.ended.set()
+
+    monkeypatch.setattr(side, "look", look)
+    side._run()
+    assert len(looks) == 2
+    assert "are not looked after (Could not connect" in caplog.text
+
+
+def test_a_run_that_fails_leaves_no_evaluation_behind(trained, monkeypatch):
+    side = NoRoom(trained)
+    monkeypatch.setattr(side, "_check_possible", lambda: None)
+
+    def train():
+        with side:
+            side.look()
+            raise RuntimeError("diverged")
+
+    with pytest.raises(RuntimeError, match="diverged"):
+        train()
+    assert side.cancelled[-2:] == [f"step-{step:08d}" for step in (6, 8)]

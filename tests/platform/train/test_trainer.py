@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from botocore.exceptions import EndpointConnectionError
 
 from lt2.config import ConfigError
 from lt2.train.loop import NonFiniteLossError, PreemptedError
@@ -218,6 +219,17 @@ def test_a_killed_driver_changes_nothing_even_with_another_number_of_workers(tmp
     # Two ranks add in another order than one does, and training amplifies the last bit from step to step.
     after = range(newest + 1, newest + 6)
     assert [resumed[s] for s in after] == pytest.approx([reference[s] for s in after], rel=1e-4)
+
+
+def test_whoever_follows_progress_survives_a_store_that_is_away(tmp_path, monkeypatch):
+    def away(storage, path):
+        raise EndpointConnectionError(endpoint_url="http://away")
+
+    heard = []
+    monkeypatch.setattr(Storage, "read_json", away)
+    with trainer._followed(Storage(str(tmp_path)), heard.append):
+        pass  # the look at the end is this thread's own
+    assert heard == []
 
 
 def test_a_relative_source_is_found_from_the_users_folder(tmp_path, local_ray, monkeypatch):

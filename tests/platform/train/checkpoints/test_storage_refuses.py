@@ -12,8 +12,10 @@ from botocore.exceptions import EndpointConnectionError
 from s3fs.core import S3File, S3FileSystem
 
 from lt2.train.loop import STOP, PreemptedError, TrainState
+from lt2_platform.results.store import RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
+from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.checkpoints import saving, shards
 from lt2_platform.train.checkpoints.checkpoint import complete
 from lt2_platform.train.checkpoints.shards import StorageRefusedError
@@ -122,6 +124,40 @@ def test_the_end_and_a_preemption_wait_for_storage(tmp_path, undisturbed, monkey
     assert checkpoints(tmp_path / "run")[-1] == "step-00000008"
     theirs = weights(undisturbed / "run")
     assert all(torch.equal(value, theirs[name]) for name, value in weights(tmp_path / "run").items())
+
+
+def test_a_run_is_called_finished_only_once_its_last_checkpoint_is_there(tmp_path, monkeypatch):
+    write_dataset(tmp_path / "data")
+    disk, close, found = Disk(monkeypatch, 7), RunWriter.close, []
+
+    def look(writer, *values, **more):
+        found.append(checkpoints(tmp_path / "run"))
+        close(writer, *values, **more)
+
+    def sleep(seconds):
+        disk.full = False
+
+    monkeypatch.setattr(RunWriter, "close", look)
+    monkeypatch.setattr(saving.time, "sleep", sleep)
+    worker.run(open_run(tmp_path, pretrain_config(**CONFIG)), callbacks=[disk])
+    assert found == [["step-00000006", "step-00000008"]]
+
+
+def test_progress_that_cannot_be_written_costs_nothing_but_itself(tmp_path, undisturbed, monkeypatch, caplog):
+    write_dataset(tmp_path / "data")
+    write, tried = Storage.write_bytes, []
+
+    def away(storage, path, data):
+        if path == PROGRESS:
+            tried.append(path)
+            raise EndpointConnectionError(endpoint_url="http://away")
+        write(storage, path, data)
+
+    monkeypatch.setattr(Storage, "write_bytes", away)
+    worker.run(open_run(tmp_path, pretrain_config(**CONFIG)))
+    assert losses(tmp_path) == losses(undisturbed)
+    assert "progress not written (Could not connect" in caplog.text
+    assert len(tried) == 2  # the first step's and the last one's
 
 
 def refused_on_rank_one(root):
