@@ -12,6 +12,7 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.evaluate.compare import compare
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import definitions, packs
 from lt2_platform.evaluate.harness.models import ModelSource
@@ -99,6 +100,20 @@ def test_gsm8k_has_five_examples_and_reads_the_number_after_the_hashes(tmp_path)
     scores, oracle = asked(tmp_path, "gsm8k", sources, right, name="c", num_fewshot=0)
     assert oracle.prompts[0].startswith("Question: Ann")
     assert oracle.prompts[0].count("Question") == 1
+
+
+def test_an_item_that_is_scored_by_two_filters_counts_once_and_keeps_both_scores(tmp_path):
+    pack = str(tmp_path / "pack")
+    packs.build(pack, write(tmp_path / "data", gsm8k=sums(3)))
+    config = HarnessConfig(pack=pack, tasks=("gsm8k",), num_fewshot=0)
+    for name, said in (("a", " It must be 1,002"), ("b", " So it is #### 1,001")):
+        rows = evaluate(config, Source("oracle"), out=str(tmp_path / name), scorer=Oracle({"": said}))
+        assert {row["n"] for row in rows} == {3}
+    found = {row["metric"]: row for row in compare(str(tmp_path / "a"), str(tmp_path / "b"))}
+    assert set(found) == {"exact_match/strict-match", "exact_match/flexible-extract"}
+    strict, loose = found["exact_match/strict-match"], found["exact_match/flexible-extract"]
+    assert (strict["n"], strict["a"], strict["b"]) == (3, 0, pytest.approx(1 / 3))
+    assert (loose["n"], loose["a"], loose["b"]) == (3, pytest.approx(1 / 3), pytest.approx(1 / 3))
 
 
 def test_gsm8k_without_its_training_split_says_so(tmp_path):

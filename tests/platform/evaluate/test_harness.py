@@ -176,6 +176,20 @@ def test_suite_rows_come_with_errors_hashes_and_cost(tmp_path, pack):
     assert sum(json.loads(line)["scores"]["acc"] for line in samples) == hits
 
 
+def test_each_task_is_charged_what_it_spent_itself(tmp_path):
+    net = model(halting={"type": "act"})
+    data = write(tmp_path / "data", short=choices(), long=[row | {"query": row["query"] * 20} for row in choices()])
+    packs.build(str(tmp_path / "pack"), data)
+    checkpoint = save(tmp_path / "run", net)
+    spent = lambda rows: {(row["task"], row["mean_loops"], row["flops_per_token"]) for row in rows}  # noqa: E731
+    both = spent(run(checkpoint, str(tmp_path / "pack"), tmp_path / "both", tasks=("short", "long")))
+    alone = [
+        spent(run(checkpoint, str(tmp_path / "pack"), tmp_path / name, tasks=(name,))) for name in ("short", "long")
+    ]
+    assert len(both) == 2
+    assert both == alone[0] | alone[1]
+
+
 def test_an_interrupted_evaluation_asks_only_what_is_missing(tmp_path, pack, monkeypatch):
     checkpoint = save(tmp_path / "run", model())
     whole = run(checkpoint, pack, tmp_path / "whole", batch_size=3)

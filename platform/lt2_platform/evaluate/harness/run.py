@@ -13,7 +13,7 @@ from lt2.model import LoopedLM
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.definitions import Definition, define
-from lt2_platform.evaluate.harness.dispatch import Dispatcher
+from lt2_platform.evaluate.harness.dispatch import Dispatcher, Tally
 from lt2_platform.evaluate.harness.models import ModelSource
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, check_vocabulary
 from lt2_platform.evaluate.harness.suites import suite_tasks
@@ -63,10 +63,11 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Rows {task, metric, value, stderr, n, limit, split, task_sha256, …}; also of what could not be scored as asked.
 
-    `<out>/samples/<task>.jsonl` gets one line per item, `<out>/batches` the answers that an interrupted evaluation
-    finds again. `scorer` answers here when `actors` is 0, and says the window's length in any case, except that a
-    looped model reads needles and RULER as long as they were made, if `config.max_length` is not given. One of random
-    layout is evaluated by its draws' vote; its rows say how many `votes`.
+    `<out>/samples/<task>.jsonl` gets one line per item and filter of its answer, `<out>/batches` the answers that an
+    interrupted evaluation finds again. What a looped model spent is in the rows, each task's own. `scorer` answers here
+    when `actors` is 0, and says the window's length in any case, except that a looped model reads needles and RULER as
+    long as they were made, if `config.max_length` is not given. One of random layout is evaluated by its draws' vote;
+    its rows say how many `votes`.
     """
     from lt2_platform.evaluate.harness.lm import HarnessLM
 
@@ -93,12 +94,14 @@ def evaluate(
             # Nothing in a model of ours ends at its max_seq_len, and beyond it is where needles at 8k are looked for.
             window = max(window, definition.length or 0)
         lm = HarnessLM(dispatcher, tokenizer, max_length=window, batch_size=config.batch_size, progress=say)
-        rows += run_task(lm, name, definition, config, out)
-    tally = dispatcher.tally
-    spent: dict[str, Any] = cost(looped, tally.loops, tally.positions) if looped is not None else {}
-    if votes > 1:
-        spent |= {"votes": votes, "flops_per_token": spent["flops_per_token"] * votes}
-    return [row | spent for row in rows]
+        dispatcher.tally = Tally()
+        found = run_task(lm, name, definition, config, out)
+        spent = cost(looped, dispatcher.tally.loops, dispatcher.tally.positions) if looped is not None else {}
+        if votes > 1:
+            found = [row | {"votes": votes} for row in found]
+            spent = {key: value * (votes if key == "flops_per_token" else 1) for key, value in spent.items()}
+        rows += [row | spent for row in found]
+    return rows
 
 
 def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, out: str) -> list[dict[str, Any]]:
@@ -113,7 +116,7 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
     text = "".join(json.dumps({"task": name, **item}) + "\n" for item in items)
     Storage(out).write_bytes(f"samples/{name}.jsonl", text.encode())
     place = {"task": name, "split": definition.split, "task_sha256": definition.sha256}
-    place |= {"n": len(items), "limit": config.limit}
+    place |= {"n": len({item["doc_id"] for item in items}), "limit": config.limit}
     scores = found["results"][name]
     rows = []
     for key, value in scores.items():
@@ -122,14 +125,19 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
             continue
         stderr = scores.get(f"{metric}_stderr,{kind}")
         stderr = float(stderr) if isinstance(stderr, int | float) else None
-        label = metric if kind in ("none", "remove_whitespace") else f"{metric}/{kind}"
-        rows.append({**place, "metric": label, "value": float(value), "stderr": stderr})
+        rows.append({**place, "metric": labelled(metric, kind), "value": float(value), "stderr": stderr})
     return rows + [{**place, "metric": kind, "value": count} for kind, count in sorted(lm.problems.items())]
+
+
+def labelled(metric: str, filter_: str) -> str:
+    """A metric's name in rows and samples: with lm-eval's filter of the answers where a task has several."""
+    return metric if filter_ in ("none", "remove_whitespace") else f"{metric}/{filter_}"
 
 
 def item_scores(sample: Mapping[str, Any]) -> dict[str, Any]:
     """What of an item is kept: its number, hashes, metrics, and the model's answers (log-likelihoods or text)."""
-    numbers = {name: sample[name] for name in sample["metrics"] if isinstance(sample[name], int | float)}
+    metrics = [name for name in sample["metrics"] if isinstance(sample[name], int | float)]
+    numbers = {labelled(name, sample["filter"]): sample[name] for name in metrics}
     kept = {key: sample[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target_hash")}
     answers = sample["filtered_resps"]
     if any(isinstance(answer, Voted) for answer in answers):
