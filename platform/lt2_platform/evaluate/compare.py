@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate.repeats import standing
 from lt2_platform.storage import Storage
 
 Item = tuple[int, str]  # number in its task, and the hash of the document
@@ -65,27 +66,40 @@ def p_value(difference: np.ndarray, stderr: float) -> float:
 
 
 def scores(folder: str) -> dict[tuple[str, str], dict[Item, float]]:
-    """(task, metric) -> item -> score, of the samples below a folder; the newest evaluation of a task counts."""
-    found: dict[tuple[str, str], dict[Item, float]] = {}
-    depths = set()
+    """(task, metric) -> item -> score, of the samples below a folder; see `standing` for tasks evaluated repeatedly."""
     storage = Storage(folder)
-    newest: dict[str, str] = {}
-    paths = sorted(storage.glob("**/samples/*.jsonl"), key=lambda path: storage.fs.modified(storage.join(path)))
-    for path in paths:
-        newest[path.rsplit("/", 1)[-1]] = path
-    for path in newest.values():
-        depths.add(path.rsplit("/", 3)[-3] if path.count("/") >= 2 else "")
+    paths = storage.glob("**/samples/*.jsonl")
+    if not paths:
+        raise ConfigError(f"{folder} holds no evaluation with samples; run `lt2 eval` first")
+    depths = {path.rsplit("/", 3)[-3]: path.rsplit("/", 2)[0] for path in paths if path.count("/") >= 2}
+    if len(depths) > 1:
+        raise ConfigError(
+            f"{folder} holds several depths ({', '.join(sorted(depths))}); name the folder of one of them, such as "
+            f"{storage.join(depths[min(depths)])}"
+        )
+    found: dict[tuple[str, str], dict[Item, float]] = {}
+    for path in standing_files(storage, paths):
         for line in read_lines(storage, path):
             for metric, value in line["scores"].items():
                 item = (line["doc_id"], line["doc_hash"])
                 found.setdefault((line["task"], metric), {})[item] = float(value)
-    if not paths:
-        raise ConfigError(f"{folder} holds no evaluation with samples; run `lt2 eval` first")
-    if len(depths) > 1:
-        raise ConfigError(
-            f"{folder} holds several depths ({', '.join(sorted(depths))}); name the folder of one of them"
-        )
     return found
+
+
+def standing_files(storage: Storage, paths: Sequence[str]) -> list[str]:
+    """Of each task's files the one that counts, as tables and figures choose: of equals, the one written last."""
+    records: dict[str, dict[str, Any]] = {}
+
+    def place(path: str) -> tuple[Any, ...]:
+        *_, file = parts = path.split("/")  # <evaluation>/<task>/<depth>/samples/<file>
+        name = "/".join([*parts[:-4], "evaluation.json"])
+        if name not in records:
+            records[name] = storage.read_json(name) if storage.exists(name) else {"step": None, "rows": []}
+        rows = (row for row in records[name]["rows"] if row["task"] == file.removesuffix(".jsonl"))
+        row = {**next(rows, {}), "step": records[name]["step"]}
+        return standing(row), storage.fs.modified(storage.join(path))
+
+    return list({path.rsplit("/", 1)[-1]: path for path in sorted(paths, key=place)}.values())
 
 
 def read_lines(storage: Storage, path: str) -> Iterator[dict[str, Any]]:

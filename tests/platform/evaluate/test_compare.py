@@ -53,6 +53,31 @@ def test_the_newest_evaluation_of_a_task_counts(tmp_path):
     assert (row["n"], row["b"], row["note"]) == (2, 0.0, "")
 
 
+def test_all_items_count_before_a_quick_look_and_a_later_checkpoint_before_both(tmp_path):
+    a = write(tmp_path / "a", {0: 1, 1: 1})
+    for name, step, limit, found in (("whole", 5, None, {0: 1, 1: 0}), ("look", 5, 1, {0: 0})):
+        folder = write(tmp_path / "run" / name, found)
+        rows = [{"task": "arc_easy", "metric": "acc", "n": len(found), "limit": limit}]
+        Storage(folder).write_json("evaluation.json", {"step": step, "rows": rows})
+    (row,) = compare(a, str(tmp_path / "run"))
+    assert (row["n"], row["b"]) == (2, 0.5)
+    later = write(tmp_path / "run" / "later", {0: 0, 1: 0})
+    Storage(later).write_json("evaluation.json", {"step": 6, "rows": rows})
+    write(tmp_path / "run" / "whole", {0: 1, 1: 0})  # written again: still of an earlier checkpoint
+    (row,) = compare(a, str(tmp_path / "run"))
+    assert (row["n"], row["b"]) == (2, 0)
+
+
+def test_one_task_at_several_depths_is_not_compared_by_the_last_of_them(tmp_path):
+    a = write(tmp_path / "a", {0: 1})
+    write(tmp_path / "b", {0: 1}, depth="loops-1")
+    write(tmp_path / "b", {0: 0}, depth="loops-2")
+    with pytest.raises(ConfigError, match=r"several depths \(loops-1, loops-2\); .* such as .*b/harness/loops-1$"):
+        compare(a, str(tmp_path / "b"))
+    (row,) = compare(a, f"{tmp_path}/b/harness/loops-1")
+    assert (row["n"], row["b"]) == (1, 1)
+
+
 def test_what_cannot_be_compared_is_named(tmp_path):
     a = write(tmp_path / "a", {0: 1})
     with pytest.raises(ConfigError, match="has arc_easy; .* has piqa"):
