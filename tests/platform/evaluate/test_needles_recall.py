@@ -1,5 +1,7 @@
 """Needles: fit, findable, frozen. Cloze recall: the cut keeps the answer. Both end to end through the harness."""
 
+import re
+
 import pyarrow as pa
 import pytest
 
@@ -51,6 +53,17 @@ def test_a_sample_is_a_function_of_seed_task_and_number(essays):
     make = lambda **options: needles.make("niah_single_2", TOKENIZER, 1024, essays=essays, **options)  # noqa: E731
     assert make(samples=5)[:2] == make(samples=2)
     assert make(samples=2) != make(samples=2, seed=7)
+
+
+@pytest.mark.parametrize("name", ["niah_multikey_1", "niah_multikey_2", "niah_multiquery"])
+def test_what_is_asked_for_has_one_value(name, essays, monkeypatch):
+    monkeypatch.setattr(needles, "ADJECTIVES", ["red", "old"])
+    monkeypatch.setattr(needles, "NOUNS", ["lamp", "bell", "river"])
+    for row in needles.make(name, TOKENIZER, 1500, samples=20, essays=essays):
+        text, asked = row["query"].rsplit("What ", 1)
+        keys = set(re.findall(r"[a-z]+-[a-z]+", asked))
+        assert len(keys) == needles.TASKS[name].queries
+        assert [text.count(f" for {key} is:") for key in keys] == [1] * len(keys)
 
 
 def test_frozen_text():

@@ -120,7 +120,7 @@ def add_generated(
     tables = {task: {"test": pa.Table.from_pylist(rows)} for task, rows in made.items()}
     source = f"made by lt2, seed {seed}" + (f", from {origin}" if origin else "")
     packs.add(
-        pack, tables, dict.fromkeys(tables, source), origin=packs.Origin("1", "see the sources"), tokenizer=loaded
+        pack, tables, dict.fromkeys(tables, source), origin=packs.Origin("2", "see the sources"), tokenizer=loaded
     )
     for task, rows in made.items():
         typer.echo(f"{task:<24} {len(rows)} samples")

@@ -89,7 +89,9 @@ def make(
 
 def sample(task: Needles, words: Sequence[str], units: int, rng: random.Random) -> tuple[str, list[str]]:
     """(prompt, answers) with `units` of haystack: words of the essays, or lines."""
-    keys = [draw(task.key, rng) for _ in range(task.keys)]
+    keys: list[str] = []
+    while len(keys) < task.keys:
+        keys.append(other_key(task, keys, rng))
     values = [[draw(task.value, rng) for _ in range(task.values)] for _ in keys]
     needles = [NEEDLE.format(kind=task.value, key=k, value=v) for k, found in zip(keys, values) for v in found]
     rng.shuffle(needles)
@@ -99,7 +101,7 @@ def sample(task: Needles, words: Sequence[str], units: int, rng: random.Random) 
         lines = [GRASS] * units
         if task.haystack == "needles":
             lines = [
-                NEEDLE.format(kind=task.value, key=draw(task.key, rng), value=draw(task.value, rng))
+                NEEDLE.format(kind=task.value, key=other_key(task, keys, rng), value=draw(task.value, rng))
                 for _ in range(units)
             ]
         for needle in needles:
@@ -129,6 +131,13 @@ def in_essay(words: Sequence[str], needles: Sequence[str], rng: random.Random) -
         parts += [*sentences[last:cut], needle]
         last = cut
     return " ".join([*parts, *sentences[last:]])
+
+
+def other_key(task: Needles, keys: Sequence[str], rng: random.Random) -> str:
+    """A key that is none of `keys`: what is asked for would have two values, of which only one counts."""
+    while (key := draw(task.key, rng)) in keys:
+        pass
+    return key
 
 
 def draw(kind: str, rng: random.Random) -> str:
