@@ -79,6 +79,17 @@ def test_scores_are_those_of_each_text_alone_with_bos_once(tmp_path):
     assert not lm.problems
 
 
+def test_a_context_of_spaces_is_an_empty_one_with_and_without_bos(tmp_path, monkeypatch):
+    texts = [(" ", "a"), ("", " a")]
+    first, second = harness(tmp_path / "bos", model()).loglikelihood(asked("loglikelihood", *texts))
+    assert first == second
+    assert first[0] == pytest.approx(loglikelihood(model(), [BOS], b" a"), rel=1e-5)
+    monkeypatch.setattr(ByteTokenizer, "bos_id", None)
+    first, second = harness(tmp_path / "none", model()).loglikelihood(asked("loglikelihood", *texts))
+    assert first == second
+    assert first[0] == pytest.approx(loglikelihood(model(), [EOS], b" a"), rel=1e-5)
+
+
 def test_greedy_says_whether_the_continuation_is_the_models_own(tmp_path):
     net = model()
     lm = harness(tmp_path, net)

@@ -4,6 +4,7 @@ import json
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
@@ -78,8 +79,10 @@ def test_damage_is_found(tmp_path, change):
     [
         ('{"question": 1}\n{broken\n', r":2 is not JSON"),
         ("", "no rows"),
+        ("[1, 2]\n", r":1 is no row; a row is an object"),
+        ('{"question": ["a"]}\n{"question": "b"}\n', "cannot be read .*cannot mix list and non-list"),
     ],
-    ids=["broken", "empty"],
+    ids=["broken", "empty", "list", "mixed"],
 )
 def test_bad_sources(tmp_path, content, message):
     file = tmp_path / "arc_easy.jsonl"
@@ -87,6 +90,47 @@ def test_bad_sources(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message):
         packs.build(str(tmp_path / "pack"), {"arc_easy": str(file)})
     assert not (tmp_path / "pack" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", ["mine.parquet", "mine.jsonl"])
+def test_a_file_of_other_bytes_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\xff\xfe no text")
+    with pytest.raises(ConfigError, match=rf"mine: .*{name} cannot be read \(.*\); give a whole file"):
+        packs.build(str(tmp_path / "pack"), {"mine": str(tmp_path / name)})
+
+
+def test_parts_of_a_split_with_other_columns_are_named(tmp_path):
+    for part, value in enumerate(("a", 1)):
+        pq.write_table(pa.table({"query": [value]}), tmp_path / f"test-0000{part}-of-00002.parquet")
+    with pytest.raises(ConfigError, match="mine: the parts of test differ in their columns .*test-00001-of-00002"):
+        packs.build(str(tmp_path / "pack"), {"mine": str(tmp_path)})
+
+
+def test_a_row_ends_at_its_line_feed_and_nowhere_else(tmp_path):
+    row = choices(1)[0] | {"query": "one\u2028two\x85three"}
+    (tmp_path / "rows.jsonl").write_bytes((json.dumps(row, ensure_ascii=False) + "\r\n").encode())
+    pack = str(tmp_path / "pack")
+    record = packs.build(pack, {"mine": str(tmp_path / "rows.jsonl")})["tasks"]["mine"]
+    assert packs.read_split(Storage(pack), "mine", record, "test").to_pylist() == [row]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("extra", "test"), ("retrieval", "test"), ("arc_easy_val_1000", "validation"), ("arc-training", "train")],
+)
+def test_the_split_of_a_file_is_a_word_of_its_name(tmp_path, name, split):
+    sources = write(tmp_path, arc_easy=arc())
+    place = (tmp_path / "arc_easy-validation.jsonl").rename(tmp_path / f"{name}.jsonl")
+    record = packs.build(str(tmp_path / "pack"), {task: str(place) for task in sources})["tasks"]["arc_easy"]
+    assert list(record["splits"]) == [split]
+
+
+@pytest.mark.parametrize("content", ['{"schema_version": 1, "ta', "[]", '{"schema_version": 1}'])
+def test_a_damaged_manifest_is_named(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    for ask in (packs.verify, packs.read_manifest, lambda pack: packs.require(pack, ["copa"])):
+        with pytest.raises(ConfigError, match="its manifest.json is damaged; remove the pack and build it again"):
+            ask(str(tmp_path))
 
 
 def test_ones_own_items_need_no_definition_but_their_columns(tmp_path):
@@ -107,6 +151,10 @@ def test_a_newer_packs_version_is_refused(tmp_path):
         packs.read_manifest(str(tmp_path))
 
 
+def cloze():
+    return [{"context": "a b c", "prompt": "a b", "answers": ["c"]}]
+
+
 BAD_ROWS = {
     "mine": (choices(), {"query": "C", "choices": ["c", ""], "gold": 0}, "a choice of ['c', ''] is empty"),
     "other": (choices(), {"query": "C", "choices": ["c", "d"], "gold": 2}, "the answer 2 is none of the 2 choices"),
@@ -114,6 +162,9 @@ BAD_ROWS = {
     "none": (choices(), {"query": "C", "choices": [], "gold": 0}, "there is no choice"),
     "null": (choices(), {"query": "C", "choices": None, "gold": None}, "there is no choice"),
     "arc_easy": (arc(), arc(1)[0] | {"answerKey": "E"}, "the answer 'E' is none of the 3 choices"),
+    "cloze": (cloze(), cloze()[0] | {"answers": ["c", ""]}, "an answer of answers ['c', ''] is empty"),
+    "letters": (cloze(), cloze()[0] | {"answers": []}, "answers [] is no list of answers"),
+    "swde": ([{"text": "t", "value": "v"}], {"text": "t", "value": " "}, "an answer of value ' ' is empty"),
     "piqa": (piqa(), piqa(1)[0] | {"label": 2}, "the answer 2 is none of the 2 choices"),
     "copa": (copa(), copa(1)[0] | {"choice2": ""}, "a choice of ['It was stone.', ''] is empty"),
 }

@@ -1,7 +1,7 @@
-"""Rows of multiple choice: is there something to choose from, and is the right answer among it?
+"""Rows and their right answers: is there one, and, of multiple choice, is it among the choices?
 
 lm-eval warns of an answer that is no choice, scores the item as wrong and goes on; -1, the label of data without
-labels, it takes for the last choice.
+labels, it takes for the last choice. An empty answer is contained in whatever a model says.
 """
 
 from __future__ import annotations
@@ -70,11 +70,15 @@ UPSTREAM: dict[str, Callable[[Row], Item]] = {
 NORMALISED = ("arc_easy", "arc_challenge", "openbookqa", "hellaswag", "piqa", "copa")
 """Their choices may not be empty: they are scored by length, or their first letter is changed."""
 
+CONTAINED = {"needles": "outputs", "documents": "answers", "cloze": "answers"}
+"""Formats whose score is what a continuation contains, and their column of that; upstream's have it in `value`."""
+CONTAINED_UPSTREAM = ("swde", "fda", "squad_completion")
+
 
 def labelled(task: str, format: str, tables: Mapping[str, pa.Table], source: str) -> dict[str, pa.Table]:
     """The splits without those of which no row has an answer (test splits that are kept secret).
 
-    Raises ConfigError, with file and rows, for items without choices or whose answer is none of them.
+    Raises ConfigError, with file and rows, for items without choices, or whose answer is empty or none of them.
     """
     kept = {split: table for split, table in tables.items() if not _is_secret(task, format, table)}
     if not kept:
@@ -85,7 +89,7 @@ def labelled(task: str, format: str, tables: Mapping[str, pa.Table], source: str
 
 
 def check_rows(task: str, format: str, rows: pa.Table, where: str) -> None:
-    """Raise ConfigError, beginning with `where`, for items without choices or whose answer is none of them."""
+    """Raise ConfigError, beginning with `where`, for items without choices or whose answer is empty or none of them."""
     found = [f"row {index}: {problem}" for index, problem in _problems(task, format, rows)]
     if found:
         more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
@@ -102,6 +106,15 @@ def _is_secret(task: str, format: str, table: pa.Table) -> bool:
 
 
 def _problems(task: str, format: str, table: pa.Table) -> Iterator[tuple[int, str]]:
+    column = "value" if format == "upstream" and task in CONTAINED_UPSTREAM else CONTAINED.get(format)
+    if column is not None:
+        for index, answers in enumerate(table[column].to_pylist()):
+            found = [answers] if column == "value" else answers
+            if not isinstance(found, list) or not found:
+                yield index, f"{column} {answers!r} is no list of answers"
+            elif not all(isinstance(answer, str) and answer.strip() for answer in found):
+                yield index, f"an answer of {column} {answers!r} is empty"
+        return
     read = _reader(task, format)
     if read is None:
         return

@@ -68,10 +68,10 @@ class HarnessLM(TemplateLM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         encoded = []
         for context, continuation in (request.args for request in requests):
-            if context:
+            if context.strip():
                 pair = self._encode_pair(context, continuation)
-            else:
-                pair = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
+            else:  # spaces at a context's end belong to the continuation
+                pair = [self.prefix_token_id], self.tok_encode(context + continuation, add_special_tokens=False)
             encoded.append(((context, continuation), *pair))
         return self._loglikelihood_tokens(encoded)
 

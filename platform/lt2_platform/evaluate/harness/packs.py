@@ -50,7 +50,8 @@ def build(
 
     Raises:
         ConfigError: an unknown task, a source that is not there or of no known layout, rows of another schema, or items
-            whose answer is none of their choices. Splits without any answers are left out, and recorded as that.
+            whose answer is empty or none of their choices. Splits without any answers are left out, and recorded as
+            that.
     """
     tables = {task: read_source(task, place) for task, place in sources.items()}
     return add(pack, tables, sources, origin=origin, tokenizer=tokenizer)
@@ -182,10 +183,18 @@ def format_of(task: str, tables: Mapping[str, pa.Table]) -> str:
 def _read(storage: Storage) -> dict[str, Any]:
     if not storage.exists(MANIFEST):
         raise ConfigError(f"{storage.root} is not an evaluation pack (no {MANIFEST}); build it with `lt2 pack build`")
-    manifest = storage.read_json(MANIFEST)
+    damaged = f"pack {storage.root}: its {MANIFEST} is damaged; remove the pack and build it again"
+    try:
+        manifest = storage.read_json(MANIFEST)
+    except ValueError as error:
+        raise ConfigError(damaged) from error
+    if not isinstance(manifest, dict):
+        raise ConfigError(damaged)
     if manifest.get("schema_version") != SCHEMA_VERSION:
         found = manifest.get("schema_version")
         raise ConfigError(
             f"pack {storage.root} has schema version {found}, this LT2 reads {SCHEMA_VERSION}; rebuild it"
         )
+    if not isinstance(manifest.get("tasks"), dict):
+        raise ConfigError(damaged)
     return manifest

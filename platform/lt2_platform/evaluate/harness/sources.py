@@ -37,7 +37,9 @@ def read_source(task: str, place: str) -> dict[str, pa.Table]:
             f"{task}: {place} is no folder of `datasets` (save_to_disk) with {', '.join(SPLITS)}, and has no parquet "
             "or jsonl files named by split"
         )
-    tables = {split: pa.concat_tables([read_part(task, part) for part in found]) for split, found in parts.items()}
+    tables = {
+        split: joined(task, split, {part: read_part(task, part) for part in found}) for split, found in parts.items()
+    }
     empty = [split for split, table in tables.items() if not table.num_rows]
     if empty:
         raise ConfigError(f"{task}: {place} has no rows in {', '.join(empty)}")
@@ -52,7 +54,9 @@ def split_names(task: str) -> dict[str, str]:
 
 
 def name_in_file(task: str, path: Path) -> str:
-    return next((split for name, split in split_names(task).items() if name[:3] in path.stem), "test")
+    words = re.findall("[a-z]+", path.stem.lower())
+    known = split_names(task).items()
+    return next((split for name, split in known if any(word.startswith(name[:3]) for word in words)), "test")
 
 
 def parts_of(task: str, folder: Path) -> dict[str, list[Path]]:
@@ -74,13 +78,19 @@ def parts_of(task: str, folder: Path) -> dict[str, list[Path]]:
 
 
 def read_part(task: str, path: Path) -> pa.Table:
-    if path.is_dir():
-        import datasets
+    try:
+        if path.is_dir():
+            import datasets
 
-        return cast(pa.Table, datasets.load_from_disk(str(path)).with_format("arrow")[:])
-    if path.suffix == ".parquet":
-        return pq.read_table(path)
-    return pa.Table.from_pylist(read_lines(task, path, path.read_text().splitlines()))
+            return cast(pa.Table, datasets.load_from_disk(str(path)).with_format("arrow")[:])
+        if path.suffix == ".parquet":
+            return pq.read_table(path)
+        # Not splitlines(): it also breaks at characters that may stand inside a JSON string.
+        return pa.Table.from_pylist(read_lines(task, path, path.read_bytes().decode().split("\n")))
+    except (UnicodeDecodeError, pa.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"{task}: {path} cannot be read ({error}); give a whole file whose rows are all of one kind"
+        ) from error
 
 
 def read_lines(task: str, path: Path, lines: Sequence[str]) -> list[dict]:
@@ -89,10 +99,21 @@ def read_lines(task: str, path: Path, lines: Sequence[str]) -> list[dict]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{task}: {path}:{number} is not JSON ({error.msg})") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f'{task}: {path}:{number} is no row; a row is an object, such as {{"query": "…", …}}')
+        rows.append(row)
     return rows
+
+
+def joined(task: str, split: str, tables: dict[Path, pa.Table]) -> pa.Table:
+    try:
+        return pa.concat_tables(tables.values())
+    except pa.ArrowException as error:
+        places = ", ".join(map(str, tables))
+        raise ConfigError(f"{task}: the parts of {split} differ in their columns ({places}): {error}") from error
 
 
 def renamed(task: str, table: pa.Table) -> pa.Table:
