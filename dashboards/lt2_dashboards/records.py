@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from lt2.config import ConfigError
 from lt2_platform.results.parts import read_many, unreadable
+from lt2_platform.step_records import LEASE, parse
 from lt2_platform.storage import Storage
 
-# What the readers rely on. A field that is missing is fine: older versions wrote fewer.
+# What the readers rely on. Only here a field may not be missing; elsewhere it may: older versions wrote fewer.
+_REQUIRED = {"lease.json": LEASE, "state.json": {"state": str}}
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "ids": dict,
     "part_of": (str, type(None)),
@@ -70,19 +71,14 @@ class Records:
 
     def _parsed(self, path: str, data: bytes | None) -> dict[str, Any] | None:
         try:
-            return None if data is None else _parse(data)
+            return None if data is None else _checked(parse(data, _REQUIRED.get(path.rsplit("/", 1)[-1], {})))
         except ValueError as error:
             self.skipped[path] = unreadable(path, error)
             return None
 
 
-def _parse(data: bytes) -> dict[str, Any]:
-    """The record in `data`. Raises ValueError for what no version of the engine writes."""
-    if not data.strip():
-        raise ValueError("empty")
-    value = json.loads(data)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
+def _checked(value: dict[str, Any]) -> dict[str, Any]:
+    """The record `value`. Raises ValueError for what no version of the engine writes."""
     for key, kind in _FIELDS.items():
         if key in value and not isinstance(value[key], kind):
             raise ValueError(f"{key!r} is a {type(value[key]).__name__}")

@@ -7,7 +7,6 @@ steps/<step id>/done.json
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 from lt2.config import ConfigError
 from lt2_dashboards.records import Records, checked
 from lt2_platform.results.tables import as_text, flatten
+from lt2_platform.step_records import attempt_state
 from lt2_platform.storage import Storage
 
 LOG_TAIL = 200_000  # bytes of a log that one answer carries
 MAX_ATTEMPTS = 50  # newest first on a step's page
-SILENT_LEASES = 2.0  # a holder whose heartbeat is older than this many leases is gone
-CLOCK_SKEW_S = 300.0  # beyond which another machine's clock is not thought to be off
 
 
 def read_step(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
@@ -69,7 +67,7 @@ def spec_path(step_id: str) -> str:
 def step_states(records: Records, step_ids: Iterable[str], now: float) -> dict[str, dict[str, Any]]:
     """{"state", "attempt", "started", "ended", "error"} by id: each read once, for the trials of a sweep share steps.
 
-    "lost" is a step whose process ended without a word, "unreadable" one whose record is damaged.
+    States are those of `attempt_state`, and "unreadable" where a record is damaged.
     """
     ids = list(dict.fromkeys(step_ids))
     with ThreadPoolExecutor(min(16, len(ids) or 1)) as pool:  # S3 answers in tens of ms
@@ -95,15 +93,10 @@ def _step_state(records: Records, step_id: str, now: float) -> dict[str, Any]:
 def _attempt(records: Records, step_id: str, attempt: int, now: float) -> dict[str, Any]:
     paths = [f"steps/{step_id}/attempts/{attempt}/{name}.json" for name in ("state", "lease")]
     state, lease = records.read_all(paths)
-    broken = records.skipped.get(paths[0])
-    state, lease = state or {}, lease or {}
-    name = state.get("state", "running")
-    skew = 0.0 if lease.get("host") == socket.gethostname() else CLOCK_SKEW_S
-    silent = now - lease.get("time", 0) > SILENT_LEASES * lease.get("ttl_s", 30.0) + skew
-    if name == "running" and (silent or lease.get("released")):
-        name, broken = "lost", broken or records.skipped.get(paths[1])
-    known = {key: state.get(key) for key in ("started", "ended", "error", "progress")}
-    known |= {"state": name, "host": lease.get("host"), "provenance": state.get("provenance") or {}}
+    name = attempt_state(state, lease, now)
+    broken = records.skipped.get(paths[0]) or (records.skipped.get(paths[1]) if name == "lost" else None)
+    known = {key: (state or {}).get(key) for key in ("started", "ended", "error", "progress")}
+    known |= {"state": name, "host": (lease or {}).get("host"), "provenance": (state or {}).get("provenance") or {}}
     return known | ({"state": "unreadable", "error": broken} if broken else {})
 
 

@@ -106,15 +106,22 @@ def fill_workflow(storage: Storage) -> None:
 
 
 def attempt(
-    storage: Storage, step: str, number: int, state: str, started: float, *, error: str | None = None, beat: float = 0.0
+    storage: Storage,
+    step: str,
+    number: int,
+    state: str,
+    started: float,
+    *,
+    error: str | None = None,
+    beat: float = 0.0,
+    holder: dict | None = None,
 ) -> None:
     folder = f"steps/{step}/attempts/{number}"
     ended = None if state == "running" else started + 10
     record = {"state": state, "started": started, "ended": ended, "error": error, "provenance": {"git": "f" * 40}}
     storage.write_json(f"{folder}/state.json", record)
-    storage.write_json(
-        f"{folder}/lease.json", {"host": "node-1", "time": beat, "ttl_s": 30.0, "released": ended is not None}
-    )
+    lease = {"host": "node-1", "pid": 7, "beat": 1, "time": beat, "ttl_s": 30.0, "released": ended is not None}
+    storage.write_json(f"{folder}/lease.json", lease | (holder or {}))
     log = f"\x1b[32mattempt {number} of {step}\x1b[0m\nloss 9\rloss 1\n{HOSTILE}\n"
     storage.write_bytes(f"{folder}/log", log.encode() + b"\xff\n")
 

@@ -8,11 +8,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from lt2.config import ConfigError
-from lt2_dashboards import pipelines, steps
+from lt2_dashboards import pipelines
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
 from lt2_dashboards.pipelines import in_order, overall, read_trials, read_workflow, read_workflows
 from lt2_dashboards.steps import LOG_TAIL, read_log, read_step
+from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
 
 from .conftest import HOSTILE, attempt, body, fill_sweep, fill_workflow
@@ -151,7 +152,7 @@ def test_damaged_records_of_an_attempt(tmp_path):
         storage.write_bytes(path, b"")
         step = read_step(storage, name, now)
         assert [each["state"] for each in step["attempts"]] == ["unreadable"]
-        assert step["skipped"] == [f"{path}: skipped, unreadable (empty)"]
+        assert step["skipped"] == [f"{path}: skipped, unreadable (it is empty)"]
 
 
 def test_a_step_whose_settings_are_damaged_is_named(tmp_path):
@@ -159,18 +160,18 @@ def test_a_step_whose_settings_are_damaged_is_named(tmp_path):
     fill_workflow(storage)
     path = "steps/report-00000000/spec.json"
     storage.write_bytes(path, b"")
-    assert read_workflow(storage, "demo-1", 0.0)["skipped"] == [f"{path}: skipped, unreadable (empty)"]
+    assert read_workflow(storage, "demo-1", 0.0)["skipped"] == [f"{path}: skipped, unreadable (it is empty)"]
     with pytest.raises(ConfigError, match=f"^{path}: skipped, unreadable"):
         read_step(storage, "report-00000000", 0.0)
 
 
-def test_a_holder_that_fell_silent_is_lost(tmp_path, monkeypatch):
+def test_a_holder_that_fell_silent_is_lost(tmp_path):
     storage = Storage(str(tmp_path))
     storage.write_json("steps/s/spec.json", {"name": "s"})
     attempt(storage, "s", 1, "running", 0.0, beat=1_000.0)
     assert read_step(storage, "s", 1_359.0)["attempts"][0]["state"] == "running"  # another machine's clock may be off
     assert read_step(storage, "s", 1_361.0)["attempts"][0]["state"] == "lost"
-    monkeypatch.setattr(steps.socket, "gethostname", lambda: "node-1")
+    attempt(storage, "s", 1, "running", 0.0, beat=1_000.0, holder=this_process())
     assert read_step(storage, "s", 1_059.0)["attempts"][0]["state"] == "running"
     assert read_step(storage, "s", 1_061.0)["attempts"][0]["state"] == "lost"
 

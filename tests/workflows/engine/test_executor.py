@@ -9,6 +9,7 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2.train.loop import NonFiniteLossError
+from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
 from lt2_workflows.engine import attempt, records
 from lt2_workflows.engine.executor import run
@@ -196,9 +197,11 @@ def test_a_step_elsewhere_is_shown_as_lost_only_when_no_ordinary_clock_explains_
     storage.write_json("steps/a-1/attempts/1/lease.json", lease)
     storage.write_json("steps/a-1/attempts/1/state.json", {"state": "running"})
     assert step_state(storage, "steps/a-1")["state"] == state
-    here = lease | records.this_process()  # alive, but silent by our own clock
+    here = lease | this_process()  # alive, but silent by our own clock
     storage.write_json("steps/a-1/attempts/1/lease.json", here)
     assert step_state(storage, "steps/a-1")["state"] == ("running" if age < 60 else "lost")
+    storage.write_json("steps/a-1/attempts/1/lease.json", here | {"time": records.time.time(), "released": True})
+    assert step_state(storage, "steps/a-1")["state"] == "lost"  # its driver released what its process could not
 
 
 def test_the_lease_of_a_killed_attempt_is_released_by_its_driver(storage, monkeypatch):

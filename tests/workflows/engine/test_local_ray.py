@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 
+from lt2_platform.step_records import this_process
 from lt2_workflows.engine.local_ray import OWNER, PREFIX, _sweep
-from lt2_workflows.engine.records import this_process
 
 
 def folder(tmp_path, name, owner):
@@ -21,7 +21,7 @@ def folder(tmp_path, name, owner):
 
 def test_only_the_folders_of_dead_drivers_go(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import json; from lt2_workflows.engine.records import this_process; print(json.dumps(this_process()))"
+    code = "import json; from lt2_platform.step_records import this_process; print(json.dumps(this_process()))"
     ended = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     dead = folder(tmp_path, "dead", ended)
     kept = [

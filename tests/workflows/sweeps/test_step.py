@@ -13,10 +13,10 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.results.store import ResultsStore
+from lt2_platform.step_records import died_here
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.engine.attempt import StepContext
-from lt2_workflows.engine.records import died_here
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.sweeps.step import run_shared
 from lt2_workflows.sweeps.trial import replayed

@@ -10,13 +10,13 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lt2_workflows.engine.records import died_here, this_process
+from lt2_platform.signals import kept
+from lt2_platform.step_records import died_here, this_process
 
 PREFIX, OWNER = "lt2-ray-", "owner.json"
 
@@ -40,7 +40,7 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
     import ray
 
-    with _our_sigterm():
+    with kept(signal.SIGTERM):  # Ray's handler ends the process with its leases unreleased
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -56,15 +56,6 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _our_sigterm() -> Iterator[None]:
-    """Keep our handler: ray.init puts one in place that ends the process with its leases unreleased."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
-
-
 def _sweep() -> None:
     """Remove the session folders of drivers that were killed; logs and spilled objects can be large."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -78,7 +69,7 @@ def join_ray() -> Mapping[str, float]:
     import ray
 
     if not ray.is_initialized():
-        with _our_sigterm():
+        with kept(signal.SIGTERM):
             ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=True, include_dashboard=False)
     return ray.cluster_resources()
 

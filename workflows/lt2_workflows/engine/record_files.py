@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
+from lt2_platform.step_records import LEASE, NUMBER, Kinds, parse
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
-
-Kinds = dict[str, type | tuple[type, ...]]
-NUMBER = (int, float)
 
 # By file name: what the readers rely on, and what to do when it is not there.
 _RECORDS: dict[str, tuple[Kinds, str]] = {
@@ -19,10 +16,7 @@ _RECORDS: dict[str, tuple[Kinds, str]] = {
         {"attempt": int, "ended": NUMBER, "result": dict, "provenance": dict},
         "delete it to run the step again",
     ),
-    "lease.json": (
-        {"released": bool, "beat": int, "time": NUMBER, "ttl_s": NUMBER, "host": str, "pid": int},
-        "delete it when no process runs this step any more",
-    ),
+    "lease.json": (LEASE, "delete it when no process runs this step any more"),
     "state.json": ({"state": str}, "delete it: only what that attempt says of itself is lost"),
     "spec.json": ({"needs": dict, "config": dict}, "delete it and run its recipe again, which writes it anew"),
     "dag.json": ({"workflow": str, "ids": dict}, "delete it and run its recipe again, which writes it anew"),
@@ -41,21 +35,6 @@ def read_record(storage: Storage, path: str) -> dict[str, Any] | None:
         return None
     kinds, remedy = _RECORDS[path.rsplit("/", 1)[-1]]
     try:
-        return _parse(data, kinds)
+        return parse(data, kinds)
     except ValueError as error:
         raise UnreadableRecordError(f"{storage.join(path)} is not readable ({error}); {remedy}") from error
-
-
-def _parse(data: bytes, kinds: Kinds) -> dict[str, Any]:
-    if not data.strip():
-        raise ValueError("it is empty")
-    try:
-        record = json.loads(data)
-    except ValueError:
-        raise ValueError("it is no JSON") from None
-    if not isinstance(record, dict):
-        raise ValueError("it is no JSON object")
-    for name, kind in kinds.items():
-        if not isinstance(record.get(name), kind):
-            raise ValueError(f"its {name!r} is missing or damaged")
-    return record

@@ -18,19 +18,17 @@ exactly one can. The former holder, should it still live, sees that attempt on i
 from __future__ import annotations
 
 import json
-import os
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
+from lt2_platform.step_records import ORPHAN_GRACE_S, attempt_state, is_stale, this_process
 from lt2_workflows.engine.record_files import UnreadableRecordError, read_record
 from lt2_workflows.graph import Step, Workflow
 
@@ -38,11 +36,6 @@ if TYPE_CHECKING:
     from lt2_platform.storage import Storage
 
 TTL_S = 30.0
-# Ray workers outlive a killed driver by about two seconds and could still write into the step's folder.
-ORPHAN_GRACE_S = 5.0
-# By so much clocks of two machines may well differ. It matters only for what is shown: to take a step over, its silence
-# must have been observed, by one clock.
-CLOCK_SKEW_S = 300.0
 UNREADABLE = "unreadable"  # the state of a step with a damaged record
 
 
@@ -177,22 +170,6 @@ class Watch:
         return self._beats > 0
 
 
-def is_stale(lease: dict[str, Any], silent_s: float = 0.0) -> bool:
-    """True if the holder of `lease` is gone, given that we saw no heartbeat for `silent_s` by our own clock.
-
-    The time in a lease is its holder's: however old it looks, on another machine that may be a slow clock.
-    """
-    age = time.time() - lease["time"]
-    return silent_s > lease["ttl_s"] or (max(silent_s, age) > min(ORPHAN_GRACE_S, lease["ttl_s"]) and died_here(lease))
-
-
-def _looks_lost(lease: dict[str, Any]) -> bool:
-    """What a single look at a lease can tell; another machine's clock is allowed to be wrong by CLOCK_SKEW_S."""
-    here = _machine()
-    skew = 0.0 if here is not None and lease["machine"] == here else CLOCK_SKEW_S
-    return is_stale(lease) or time.time() - lease["time"] > 2 * lease["ttl_s"] + skew
-
-
 def release_for(storage: Storage, folder: str, attempt: int) -> None:
     """Release the lease of an attempt whose process, our child, ended without doing so; its Ray workers end first."""
     path = f"{folder}/attempts/{attempt}/lease.json"
@@ -225,10 +202,7 @@ class Events:
 
 
 def step_state(storage: Storage, folder: str) -> dict[str, Any]:
-    """What `lt2 status` says of a step: {"state", "attempt", "error", "log", "ended"}.
-
-    "lost" is a step whose process ended without a word: the next run takes it over.
-    """
+    """What `lt2 status` says of a step: {"state", "attempt", "error", "log", "ended"}; states as of `attempt_state`."""
     attempt = last_attempt(storage, folder)
     log = storage.join(folder, f"attempts/{attempt}/log") if attempt else None
     done = read_record(storage, f"{folder}/done.json")
@@ -237,12 +211,11 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
         return {"state": "done", "attempt": done["attempt"], "ended": done["ended"], "error": None, "log": log}
     if not attempt:
         return {"state": "waiting", "attempt": 0, "ended": None, "error": None, "log": None}
-    state = read_state(storage, folder, attempt)
+    # In this order: a lease is released after the last word on how the attempt went.
     lease = read_record(storage, f"{folder}/attempts/{attempt}/lease.json")
-    name = state["state"]
-    if name == "running" and (lease is None or _looks_lost(lease)):
-        name = "lost"
-    return {"state": name, "attempt": attempt, "ended": state.get("ended"), "error": state.get("error"), "log": log}
+    state = read_record(storage, f"{folder}/attempts/{attempt}/state.json")
+    known = {key: (state or {}).get(key) for key in ("ended", "error")}
+    return {"state": attempt_state(state, lease, time.time()), "attempt": attempt, **known, "log": log}
 
 
 def list_workflows(storage: Storage, wanted: str | None = None) -> list[dict[str, Any]]:
@@ -279,33 +252,6 @@ def _listed(storage: Storage, name: str, step_id: str) -> dict[str, Any]:
     except UnreadableRecordError as error:
         state = {"state": UNREADABLE, "attempt": None, "ended": None, "error": str(error), "log": None}
     return {"name": name, "id": step_id, "needs": needs, **state}
-
-
-def this_process() -> dict[str, Any]:
-    """What `died_here` needs to tell, later and from another process, whether this one still lives."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "start": _start_time(os.getpid()), "machine": _machine()}
-
-
-def _machine() -> str | None:
-    """Identifies boot and process-id namespace, so that a process id is only looked up where it means something."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
-    return None
-
-
-def _start_time(pid: int) -> str | None:
-    """When a living process started, in clock ticks since boot; None if there is none (a zombie does no work)."""
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return None if fields[0] in "ZX" else fields[19]
-    return None
-
-
-def died_here(process: dict[str, Any]) -> bool:
-    """True if `process` (of `this_process`) ran on this machine and has ended; False also when we cannot know."""
-    here = _machine()
-    return here is not None and process["machine"] == here and _start_time(process["pid"]) != process["start"]
 
 
 def json_bytes(value: Any) -> bytes:
