@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, records, sweeps
+from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, packs, records, sweeps
 from lt2_workflows.commands.evaluation import StorageOption
 from lt2_workflows.commands.generate import generate
 
@@ -43,7 +43,7 @@ TtlOption = Annotated[
 ]
 
 
-app.add_typer(evaluation.pack_app, name="pack")
+app.add_typer(packs.pack_app, name="pack")
 app.command("eval")(evaluation.evaluate)
 app.command("compare")(evaluation.compare)
 app.command("paper-table")(evaluation.paper_table)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, get_args
 
 from lt2.config import ConfigError
 from lt2_workflows.engine.attempt import StepContext
-from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import STEP_TYPES, Place, Ref, Step, StepConfig, Workflow
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def check_inputs(workflow: Workflow, storage: Storage, pending: Iterable[Step]) 
 def problems(workflow: Workflow, storage: Storage, pending: Iterable[Step], *, elsewhere: bool = False) -> list[str]:
     """What is wrong with the inputs of the steps of `pending`, as seen from here: "step.field: what and what to do".
 
-    elsewhere: they will run on other machines, in a folder of their own.
+    What the steps need is finished or among them. elsewhere: they will run on other machines, in a folder of their own.
     """
     pending = list(pending)
     named: dict[tuple[str, Callable[[str], object]], list[str]] = {}
@@ -63,13 +62,14 @@ def places_of(config: StepConfig, context: StepContext) -> Iterator[Place]:
         yield from more(config, context)
 
 
-def _gone(workflow: Workflow, storage: Storage, pending: Iterable[Step]) -> Iterator[str]:
+def _gone(workflow: Workflow, storage: Storage, pending: Sequence[Step]) -> Iterator[str]:
     """The finished steps that `pending` needs and whose output is gone, whatever their records say."""
     from lt2_platform.remake import remaking
 
+    unfinished = {step.name for step in pending}
     for name in dict.fromkeys(need for step in pending for need in step.needs):
         step = workflow.steps[name]
-        if read_done(storage, step) is None or _is_there(storage, step):
+        if name in unfinished or _is_there(storage, step):
             continue
         out, file = storage.join(step.folder, "out"), LAST_WRITTEN[step.config.produces]
         yield f"step {name} is done, but its {step.config.produces} is gone (no {file} in {out}); {remaking(out, '')}"

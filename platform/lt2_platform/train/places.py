@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
+from ray._private.state import available_resources_per_node  # public ones sum over nodes, or ask a dashboard
 
 from lt2.config import ConfigError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lt2_platform.storage import Storage
-from lt2_workflows.engine import executor
+from lt2_workflows.engine import child, executor
 from tests.workflows.conftest import Run, wait_until
 
 SLOW = ("second.pause_s=0.1",)
@@ -155,7 +155,7 @@ def test_a_second_signal_does_not_wait_for_the_save(make_run):
 
 
 def test_a_step_that_never_saves_is_not_waited_for_for_ever(make_run, monkeypatch):
-    monkeypatch.setattr(executor, "SAVE_GRACE_S", 0.5)
+    monkeypatch.setattr(child, "SAVE_GRACE_S", 0.5)
     run = make_run(steps=("first",), settings=("first.pause_s=600", "first.saves=never"))
     run.trace.mkdir()
     said = []

@@ -1,10 +1,9 @@
-"""`lt2 eval`, `lt2 pack` and `lt2 compare`. Everything heavy is imported by the command that needs it."""
+"""`lt2 eval`, `lt2 compare` and `lt2 paper-table`. Everything heavy is imported by the command that needs it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from lt2_platform.evaluate.config import HarnessConfig
-    from lt2_platform.evaluate.harness.long_context.ruler import Sources
     from lt2_platform.storage import Storage
-
-pack_app = typer.Typer(help="Evaluation packs: task data as files, so that no worker asks a hub.", no_args_is_help=True)
 
 StorageOption = Annotated[
     str | None,
@@ -24,117 +20,6 @@ StorageOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PackArgument = Annotated[str, typer.Argument(metavar="PACK", help="The pack's folder or s3:// prefix.")]
-
-
-@pack_app.command("build")
-def pack_build(
-    pack: PackArgument,
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[TASK=PATH]...", help="A jsonl, parquet or `datasets` folder per task."),
-    ] = None,
-    folder: Annotated[
-        str | None, typer.Option("--from", metavar="FOLDER", help="Take every known task found in this folder.")
-    ] = None,
-    revision: Annotated[str, typer.Option(help="Recorded: which version of the data this is.")] = "unknown",
-    licence: Annotated[str, typer.Option(help="Recorded: its licence.")] = "unknown",
-) -> None:
-    """Make a pack from files, or add tasks to one."""
-    from lt2_platform.evaluate.harness import packs
-
-    found = packs.discover(folder) if folder else {}
-    for item in sources or []:
-        task, equals, path = item.partition("=")
-        if not equals:
-            raise config_error(f"{item}: expected TASK=PATH, e.g. arc_easy=data/ai2_arc/ARC-Easy")
-        found[task] = path
-    if not found:
-        raise config_error("nothing to build: give TASK=PATH or --from FOLDER")
-    manifest = packs.build(pack, found, origin=packs.Origin(revision, licence))
-    for task in found:
-        splits = manifest["tasks"][task]["splits"]
-        rows = ", ".join(f"{split} {record['rows']:,}" for split, record in splits.items())
-        left_out = ", ".join(manifest["tasks"][task].get("left_out", []))
-        typer.echo(f"{task:<20} {rows}" + (f"; left out, for it has no answers: {left_out}" if left_out else ""))
-
-
-TokenizerOption = Annotated[str, typer.Option(help="byte, a tokenizer.json or a *.tiktoken: they are made for one.")]
-EssaysOption = Annotated[str | None, typer.Option(metavar="FOLDER", help="Essays (.txt) to hide needles in.")]
-
-
-@pack_app.command("needles")
-def pack_needles(
-    pack: PackArgument,
-    tokenizer: TokenizerOption,
-    essays: EssaysOption = None,
-    tasks: Annotated[str, typer.Option(help="Names, comma-separated.")] = "niah_single_1,niah_single_2,niah_single_3",
-    lengths: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "1024,2048,4096,8192",
-    samples: Annotated[int, typer.Option(min=1)] = 500,
-    seed: int = 42,
-) -> None:
-    """Make needle-in-a-haystack tasks for one tokenizer and add them to a pack."""
-    from lt2_platform.evaluate.harness.long_context.ruler import Sources
-
-    add_generated(pack, tokenizer, tasks.split(","), lengths, samples=samples, seed=seed, sources=Sources(essays))
-
-
-@pack_app.command("ruler")
-def pack_ruler(
-    pack: PackArgument,
-    tokenizer: TokenizerOption,
-    essays: EssaysOption = None,
-    squad: Annotated[str | None, typer.Option(metavar="FILE", help="SQuAD's json, as dev-v2.0.json.")] = None,
-    hotpot: Annotated[str | None, typer.Option(metavar="FILE", help="HotpotQA's json, with distractors.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Names, comma-separated. [default: RULER's 13]")] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "4096",
-    samples: Annotated[int, typer.Option(min=1)] = 500,
-    seed: int = 42,
-) -> None:
-    """Make RULER's tasks for one tokenizer and add them to a pack."""
-    from lt2_platform.evaluate.harness.long_context import ruler
-
-    names = ruler.TASKS if tasks is None else tasks.split(",")
-    sources = ruler.Sources(essays, squad, hotpot)
-    add_generated(pack, tokenizer, names, lengths, samples=samples, seed=seed, sources=sources)
-
-
-def add_generated(
-    pack: str, tokenizer: str, names: Sequence[str], lengths: str, *, samples: int, seed: int, sources: Sources
-) -> None:
-    import pyarrow as pa
-
-    from lt2_platform.data.tokenize import load_tokenizer
-    from lt2_platform.evaluate.harness import packs
-    from lt2_platform.evaluate.harness.long_context import ruler
-
-    if not all(part.strip().isdigit() for part in lengths.split(",")):
-        raise config_error(f"--lengths {lengths}: give numbers of tokens, comma-separated, e.g. 4096,8192")
-    loaded = load_tokenizer(tokenizer)
-    origin = ", ".join(f"{name} {place}" for name, place in vars(sources).items() if place is not None)
-    made = {
-        f"{name}_{length}": ruler.make(name, loaded, length, samples=samples, seed=seed, sources=sources)
-        for name in names
-        for length in map(int, lengths.split(","))
-    }
-    tables = {task: {"test": pa.Table.from_pylist(rows)} for task, rows in made.items()}
-    source = f"made by lt2, seed {seed}" + (f", from {origin}" if origin else "")
-    packs.add(
-        pack, tables, dict.fromkeys(tables, source), origin=packs.Origin("2", "see the sources"), tokenizer=loaded
-    )
-    for task, rows in made.items():
-        typer.echo(f"{task:<24} {len(rows)} samples")
-
-
-@pack_app.command("verify")
-def pack_verify(pack: PackArgument) -> None:
-    """Compare every file of a pack with its manifest; exit code 2 if something is wrong."""
-    from lt2_platform.evaluate.harness import packs
-
-    problems = packs.verify(pack)
-    if problems:
-        raise config_error("\n".join(problems))
-    typer.echo(f"{pack}: {len(packs.read_manifest(pack)['tasks'])} tasks, all files as recorded")
 
 
 def evaluate(
