@@ -94,8 +94,7 @@ class ShortConv(nn.Module):
         for back in range(1, self.size):
             shifted = padded[:, self.size - 1 - back :][:, :L] * weight[:, -1 - back]
             if seq.doc_ids is not None:
-                same = F.pad(seq.doc_ids[:, back:] == seq.doc_ids[:, :-back], (min(back, L), 0))[:, :L]
-                shifted = shifted * same[..., None]
+                shifted = shifted * (seq.positions >= back)[..., None]
             y = y + shifted
         return F.silu(y)
 
