@@ -40,13 +40,14 @@ class Index:
 class Layers:
     """The same picture as it is stored: the tables of manifest `generation`, and what the journal adds to them.
 
-    `entries` are the names of the journal files that were read.
+    `entries` are the names of the journal files that were read, `folded` of those that the manifest has already.
     """
 
     generation: int
     base: Tables
     journal: Index
     entries: tuple[str, ...]
+    folded: tuple[str, ...]
     skipped: tuple[str, ...]  # unreadable tables
 
     def tables(self) -> Tables:
@@ -61,10 +62,11 @@ def write_journal(storage: Storage, run: RunInfo) -> None:
 
 
 def write_eval_journal(storage: Storage, run_id: str, name: str, rows: list[dict[str, Any]]) -> None:
-    """Add evaluation rows; the file's name keeps several of the same evaluation in the order of writing."""
+    """Add evaluation rows; the file's name keeps those of a run in the order of writing."""
     body = {"run": run_id, "name": name, "rows": rows}
     unique = f"{time.time_ns():020d}-{uuid.uuid4().hex[:6]}"
-    storage.write_bytes(f"{JOURNAL}/{run_id}~{name}~{unique}.json", json.dumps(body).encode())
+    # Without the evaluation's name: both may be as long as half of a file's name.
+    storage.write_bytes(f"{JOURNAL}/{run_id}~{unique}.json", json.dumps(body).encode())
 
 
 def version(storage: Storage) -> str:
@@ -113,9 +115,12 @@ def _read_layers(storage: Storage, entries: list[str], known: Layers | None) -> 
                     skipped.append(skip(path, error))
         except FileNotFoundError:  # an old generation was removed under us
             return None
-    entries = [name for name in entries if name not in manifest["folded_evals"]]
-    journal = _read_journal(storage, entries)
-    return None if journal is None else Layers(manifest["generation"], base, journal, tuple(entries), tuple(skipped))
+    folded = set(manifest["folded_evals"])
+    new, old = ([name for name in entries if (name in folded) == is_old] for is_old in (False, True))
+    journal = _read_journal(storage, new)
+    if journal is None:
+        return None
+    return Layers(manifest["generation"], base, journal, tuple(new), tuple(old), tuple(skipped))
 
 
 def _read_journal(storage: Storage, entries: list[str]) -> Index | None:
@@ -157,7 +162,8 @@ def compact(storage: Storage) -> int:
             raise OSError(f"not compacting, or its runs would be forgotten: {layers.skipped[0]}; restore that file")
         broken = {problem.split(":")[0].rsplit("/", 1)[-1] for problem in layers.journal.skipped}
         ended = {f"{run_id}.json" for run_id, run in layers.journal.runs.items() if run.state != "running"}
-        evals = sorted(name for name in layers.entries if "~" in name and name not in broken)
+        # Those that a compactor folded and has not deleted, or never will, must not count as new once its list is gone.
+        evals = sorted({*layers.folded, *(name for name in layers.entries if "~" in name and name not in broken)})
         generation = layers.generation + 1
         if publish(storage, layers.tables(), generation, evals):
             break

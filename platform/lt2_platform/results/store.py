@@ -210,7 +210,8 @@ class RunWriter:
         self.rows += [(int(step), now, name, value) for name, value in values.items()]
         last = {**self.run.last, **{name: (int(step), value) for name, value in values.items()}}
         self.run = replace(self.run, step=int(step), updated=now, last=last)
-        if now >= self.next_flush or len(self.rows) >= FLUSH_ROWS:
+        set_back = now < self.next_flush - self.interval  # the clock: without this, silence until it has caught up
+        if now >= self.next_flush or set_back or len(self.rows) >= FLUSH_ROWS:
             try:
                 self.flush()
             except (OSError, BotoCoreError) as error:

@@ -109,6 +109,34 @@ def test_storage_failure_while_training_is_survived_and_written_later(local, mon
     assert values(local, "r", "loss") == {0: 1.0, 1: 2.0}
 
 
+def test_a_compactor_killed_before_it_deletes_counts_no_evaluation_twice(local, monkeypatch):
+    local.create_run("r", {}).close()
+    local.log_eval("r", "core", [{"task": "t", "metric": "acc", "value": 0.5}])
+    with monkeypatch.context() as killed:
+        killed.setattr(Storage, "delete", lambda *_: None)
+        compact(local.storage)
+    assert len(local.index().evals) == 1
+    local.log_eval("r", "core", [{"task": "u", "metric": "acc", "value": 0.25}])
+    compact(local.storage)
+    assert sorted(row["task"] for _, _, row in local.index().evals) == ["t", "u"]
+    assert local.storage.list(results_index.JOURNAL) == []
+
+
+def test_the_longest_names_there_may_be(local):
+    run_id, name = "r" * 128, "e" * 128
+    local.create_run(run_id, {}).close()
+    local.log_eval(run_id, name, [{"value": 1.0}])
+    assert local.index().evals == [(run_id, name, {"value": 1.0})]
+
+
+def test_a_clock_that_is_set_back_silences_nobody(local):
+    clock = Clock(10_000.0)
+    writer = local.create_run("r", {}, clock=clock)
+    clock.now -= 3_600
+    writer.log(0, {"loss": 1.0})
+    assert values(local, "r", "loss") == {0: 1.0}
+
+
 def test_storage_that_is_away_hides_no_error_of_the_block(local, monkeypatch, caplog):
     def fail(*_):
         raise OSError("no route to host")
