@@ -31,6 +31,7 @@ from lt2.model import LoopedLM
 from lt2.train.loop import TrainState
 from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train.checkpoints.contents import allocate_moments, contents, generators
 from lt2_platform.train.checkpoints.retention import Keep, kept, note_best, read_best
 from lt2_platform.train.checkpoints.shards import StorageRefusedError, load_shards, save_shards, saved_names
@@ -105,13 +106,19 @@ def write(
         storage.write_json(f"{name}/{COMPLETE}", {"files": files})
         if validation_loss is not None:
             note_best(folder, name, validation_loss)
-        drop(folder, Keep(keep) if isinstance(keep, int) else keep, pinned())
+
+    def tidy() -> None:
+        try:
+            drop(folder, Keep(keep) if isinstance(keep, int) else keep, pinned())
+        except STORAGE_ERRORS as error:  # of old ones: no reason to take back what is written
+            log.warning("old checkpoints in %s are not dropped (%s); the next save tries again", folder, error)
 
     on_rank_zero(lambda: delete(folder, name), group)  # what a kill or a damaged file left under this name
     try:
         written = save_shards(tensors, storage, name, group)
         files = {path: record for part in gather(written, group) for path, record in part.items()}
         on_rank_zero(finish, group)
+        on_rank_zero(tidy, group)
     except StorageRefusedError:
         with suppress(StorageRefusedError):
             on_rank_zero(lambda: delete(folder, name), group)  # on a full disk the half of it is what is in the way
@@ -188,13 +195,27 @@ def _file_problem(storage: Storage, name: str, expected: dict[str, Any]) -> str 
 
 
 def clean(folder: str) -> list[str]:
-    """Delete what kills left behind (folders without COMPLETE) and return their names. One rank, before training."""
+    """Delete what kills left behind (folders without COMPLETE) and return their names. One rank, before training.
+
+    A kill right after COMPLETE left its checkpoint out of the choice of the best; it is made good here.
+    """
     storage = Storage(folder)
-    orphans = sorted(set(all_names(folder)) - set(complete(folder)))
+    whole = complete(folder)
+    orphans = sorted(set(all_names(folder)) - set(whole))
     for name in orphans:
         log.warning("deleting the incomplete checkpoint %s", storage.join(name))
         storage.delete(name)
+    if whole and (loss := stored_loss(storage.join(whole[-1]))) is not None:
+        note_best(folder, whole[-1], loss)
     return orphans
+
+
+def stored_loss(uri: str) -> float | None:
+    """The validation loss of a checkpoint whose step was evaluated; None too where its description is damaged."""
+    try:
+        return Storage(uri).read_json(INFO).get("validation_loss")
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def read_info(uri: str) -> CheckpointInfo:
@@ -226,7 +247,10 @@ def _candidates(uri: str) -> list[str]:
         run = Storage(storage.root.removesuffix("/best"))
         for folder in (run.root, run.join("checkpoints"), run.join("out", "checkpoints")):
             if best := read_best(folder):
-                return [Storage(folder).join(best["checkpoint"])]
+                found = Storage(folder).join(best["checkpoint"])
+                if not Storage(found).exists(COMPLETE):
+                    raise CheckpointError(f"{uri}: the best checkpoint was {found}, which is gone; use another")
+                return [found]
         raise CheckpointError(f"{uri}: no checkpoint of a step that was evaluated (train.eval_every)")
     for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
         if names := complete(folder):

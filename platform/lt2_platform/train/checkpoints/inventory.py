@@ -30,7 +30,10 @@ def entries(folder: str, *, verify: bool = False) -> list[dict[str, Any]]:
     for name in checkpoint.all_names(folder):
         problems = (checkpoint.damage(storage.join(name)) if name in whole else ["incomplete"]) if verify else None
         record = {"checkpoint": name, "step": step_of(name), "bytes": _size(storage, name), "complete": name in whole}
-        record |= {"best": name == best.get("checkpoint"), "validation_loss": _validation_loss(storage, name)}
+        record |= {
+            "best": name == best.get("checkpoint"),
+            "validation_loss": checkpoint.stored_loss(storage.join(name)),
+        }
         found.append(record | {"problems": problems})
     return found
 
@@ -55,10 +58,3 @@ def prune(folder: str, policy: Keep, *, verified: list[dict[str, Any]] | None = 
 
 def _size(storage: Storage, name: str) -> int:
     return int(storage.fs.du(storage.join(name), total=True))
-
-
-def _validation_loss(storage: Storage, name: str) -> float | None:
-    try:
-        return storage.read_json(f"{name}/{checkpoint.INFO}").get("validation_loss")
-    except (FileNotFoundError, ValueError):
-        return None

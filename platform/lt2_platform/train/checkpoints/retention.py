@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,9 +67,11 @@ def read_best(folder: str) -> dict[str, Any] | None:
 
 def note_best(folder: str, name: str, validation_loss: float) -> None:
     """Point at `name`, unless a better checkpoint is there already."""
+    if math.isnan(validation_loss):
+        return  # nothing would ever be better
     storage, best = Storage(folder), read_best(folder)
     # A run that was rolled back writes checkpoints anew: the same step always replaces itself.
     there = best is not None and best["checkpoint"] != name and storage.exists(f"{best['checkpoint']}/COMPLETE")
-    if best is None or not there or validation_loss < best["validation_loss"]:
+    if best is None or not there or not validation_loss >= best["validation_loss"]:  # that may be NaN, of an older LT2
         record = {"checkpoint": name, "step": step_of(name), "validation_loss": validation_loss}
         storage.write_json(BEST, record)

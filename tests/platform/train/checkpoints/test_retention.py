@@ -1,6 +1,8 @@
 """What is kept, what is best, and what `lt2 checkpoints` says and deletes."""
 
+import errno
 import json
+import math
 
 import pytest
 from typer.testing import CliRunner
@@ -54,6 +56,46 @@ def test_best_is_replaced_by_a_better_one_by_itself_and_when_it_is_gone(tmp_path
     storage.delete(NAMES[2])
     note_best(str(tmp_path), NAMES[4], 9.0)
     assert read_best(str(tmp_path))["step"] == 10
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
+    storage = Storage(str(tmp_path))
+    for name in NAMES:
+        storage.write_bytes(f"{name}/COMPLETE", b"{}")
+    note_best(str(tmp_path), NAMES[0], math.nan)
+    assert read_best(str(tmp_path)) is None
+    storage.write_json("BEST", {"checkpoint": NAMES[0], "step": 2, "validation_loss": math.nan})
+    note_best(str(tmp_path), NAMES[1], 5.0)
+    assert read_best(str(tmp_path))["step"] == 4
+
+
+def test_a_kill_right_after_complete_costs_no_best(tmp_path):
+    storage = Storage(str(tmp_path))
+    for name, loss in ((NAMES[0], 2.0), (NAMES[1], 1.0)):
+        storage.write_json(f"{name}/checkpoint.json", {"validation_loss": loss})
+        storage.write_bytes(f"{name}/COMPLETE", b"{}")
+    note_best(str(tmp_path), NAMES[0], 2.0)
+    assert checkpoint.clean(str(tmp_path)) == []
+    assert read_best(str(tmp_path))["step"] == 4
+
+
+def test_a_best_checkpoint_that_is_gone_is_said_to_be(tmp_path):
+    note_best(str(tmp_path), NAMES[0], 2.0)
+    with pytest.raises(
+        CheckpointError, match=r"/best: the best checkpoint was .*/step-00000002, which is gone; use an"
+    ):
+        checkpoint.load_model(f"{tmp_path}/best")
+
+
+def test_old_checkpoints_that_cannot_be_deleted_cost_no_new_one(tmp_path, monkeypatch, caplog):
+    def busy(folder, keep, pinned=()):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")  # NFS, while somebody reads a file in it
+
+    monkeypatch.setattr(checkpoint, "drop", busy)
+    write_dataset(tmp_path / "data")
+    worker.run(open_run(tmp_path, pretrain_config(steps=4, save_patience_s=0)))
+    assert checkpoints(tmp_path / "run") == ["step-00000002", "step-00000004"]
+    assert "are not dropped ([Errno 39] Directory not empty); the next save tries again" in caplog.text
 
 
 @pytest.fixture(scope="module")
