@@ -103,7 +103,7 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     storage = Storage(out)
     fingerprint = _fingerprint(config, tokenizer, files)
     if storage.exists(MANIFEST):
-        return _finished(storage, fingerprint)
+        return _finished(storage, fingerprint, tokenizer)
     storage.check_writable()
     try:
         with some_ray(parallelism):
@@ -112,8 +112,15 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
             else:
                 manifest = _build(config, tokenizer, files, work, storage, fingerprint, parallelism)
     except ConfigError:
-        _discard(storage)
+        if not storage.exists(MANIFEST):
+            _discard(storage)
         raise
+    except FileNotFoundError:  # what was staged is gone
+        if not storage.exists(MANIFEST):
+            raise
+        return _finished(storage, fingerprint, tokenizer)
+    if manifest is None:
+        return _finished(storage, fingerprint, tokenizer)
     storage.write_json(MANIFEST, manifest)
     storage.delete(".staging")
     return manifest
@@ -127,9 +134,10 @@ def _build(
     storage: Storage,
     fingerprint: str,
     parallelism: int | None,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
+    """The manifest; None where another process has written it meanwhile."""
     file = _copy_tokenizer(config.tokenizer, storage)
-    chosen = _job(config, file, storage, fingerprint, holdout_threshold(config.validation_fraction))
+    chosen = _job(config, tokenizer, file, storage, fingerprint, holdout_threshold(config.validation_fraction))
     records = _tokenize(work, chosen, parallelism)
     refuse_empty(records, files, config.source)
     lowest = min(record["lowest"] for record in records if record["lowest"] is not None)
@@ -137,10 +145,10 @@ def _build(
     forced = forced_threshold(chosen.threshold, lowest, highest)
     if forced != chosen.threshold:
         # Chance left one side without a document, so the corpus is small: dividing it again is cheap.
-        chosen = _job(config, file, storage, fingerprint, forced)
+        chosen = _job(config, tokenizer, file, storage, fingerprint, forced)
         records = _tokenize(work, chosen, parallelism)
-    for made in (*SPLITS, "quarantine"):
-        storage.delete(made)  # what an interrupted run left, half-written temporary files included
+    if not _cleared(storage):
+        return None
     streams, mixed = _streams(config, work, records)
     splits = _write_splits(records, streams, chosen, parallelism)
     manifest = _common(config, tokenizer, file, fingerprint) | {
@@ -162,10 +170,11 @@ def _build_live(
     storage: Storage,
     fingerprint: str,
     parallelism: int | None,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
+    """As `_build`."""
     file = _copy_tokenizer(config.tokenizer, storage)
     work = listing.held_out_work()
-    job = _job(config, file, storage, fingerprint, HASH_SPACE)  # every document of a held-out unit
+    job = _job(config, tokenizer, file, storage, fingerprint, HASH_SPACE)  # every document of a held-out unit
     records = _tokenize(work, job, parallelism)
     if work and not any(sum(record["documents"].values()) for record in records):
         reasons = sorted(set().union(*(record["reasons"] for record in records)))
@@ -173,8 +182,8 @@ def _build_live(
         raise ConfigError(
             f"no usable document in the units held out{found}; check the source, or set another prepare.seed"
         )
-    for made in (*SPLITS, "quarantine"):
-        storage.delete(made)
+    if not _cleared(storage):
+        return None
     splits = _write_splits(records, {"validation": mixture.whole(records, "validation")}, job, parallelism)
     unknown = {"files": [], "sequences": None, "tokens": None, "dropped_tokens": 0, "documents": None}
     splits["train"] = unknown | {"unigram_entropy": splits["validation"]["unigram_entropy"]}
@@ -186,11 +195,14 @@ def _build_live(
     }
 
 
-def _job(config: PrepareConfig, file: str | None, storage: Storage, fingerprint: str, threshold: int) -> Job:
+def _job(
+    config: PrepareConfig, tokenizer: Tokenizer, file: str | None, storage: Storage, fingerprint: str, threshold: int
+) -> Job:
     width = config.seq_len + 1
+    made_of = [fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS, _special_ids(tokenizer)]
     return Job(
         out=storage.root,
-        staging=f".staging/{_digest([fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS])[:16]}",
+        staging=f".staging/{_digest(made_of)[:16]}",
         tokenizer=storage.join(file) if file else config.tokenizer,
         sources=tuple(config.parts),
         seed=config.seed,
@@ -308,12 +320,18 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _finished(storage: Storage, fingerprint: str) -> dict[str, Any]:
+def _finished(storage: Storage, fingerprint: str, tokenizer: Tokenizer) -> dict[str, Any]:
     manifest = storage.read_json(MANIFEST)
-    if manifest.get("fingerprint") == fingerprint:
+    if manifest.get("fingerprint") == fingerprint and _special_ids(manifest["tokenizer"]) == _special_ids(tokenizer):
         storage.delete(".staging")
         return manifest
     raise ConfigError(f"{storage.root} holds a dataset of other input or settings; choose another folder or delete it")
+
+
+def _special_ids(tokenizer: Tokenizer | dict[str, Any]) -> list[int | None]:
+    """What the fingerprint's sha256 of a tokenizer.json does not tell: the file beside it may name others."""
+    record = tokenizer if isinstance(tokenizer, dict) else describe(tokenizer)
+    return [record[name] for name in ("bos_id", "eos_id", "pad_id")]
 
 
 def _copy_tokenizer(spec: str, storage: Storage) -> str | None:
@@ -322,11 +340,23 @@ def _copy_tokenizer(spec: str, storage: Storage) -> str | None:
         return None
     location = absolute(spec)
     folder, name = location.rsplit("/", 1)
-    origin = Storage(folder)
+    origin = Storage(folder or "/")
     for each in (name, "tokenizer_config.json"):
         if each == name or origin.exists(each):
             storage.write_bytes(f"tokenizer/{each}", origin.read_bytes(each))
     return f"tokenizer/{name}"
+
+
+def _cleared(storage: Storage) -> bool:
+    """Remove what an interrupted run left, half-written temporary files included; False if the dataset is finished.
+
+    A process that was stopped for long may find that another one has taken its place and is done.
+    """
+    if storage.exists(MANIFEST):
+        return False
+    for made in (*SPLITS, "quarantine"):
+        storage.delete(made)
+    return True
 
 
 def _discard(storage: Storage) -> None:

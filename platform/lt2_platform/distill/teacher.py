@@ -99,6 +99,6 @@ def store_ouro(folder: str, out: str, *, tokenizer: str | None = None) -> dict[s
 def tokenizer_files(spec: str) -> dict[str, bytes]:
     """The tokenizer's file, first, and its settings if they lie beside it, by their path within a checkpoint."""
     folder, _, name = absolute(spec).rpartition("/")
-    storage = Storage(folder)
+    storage = Storage(folder or "/")
     names = [name, *(each for each in ("tokenizer_config.json",) if storage.exists(each))]
     return {f"tokenizer/{each}": storage.read_bytes(each) for each in names}

@@ -8,8 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.data import prepare as module
+from lt2_platform.data import tokenize
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
+from lt2_platform.data.stream import PackedDataset
 
 
 @pytest.fixture
@@ -102,6 +105,46 @@ def test_other_dataset_is_not_overwritten(folder, no_ray):
     with pytest.raises(ConfigError, match="holds a dataset of other input"):
         prepare(PrepareConfig(source=f"{folder}/good.txt", seq_len=7), out)
     assert json.loads((folder / "out" / "manifest.json").read_text()) == manifest
+
+
+@pytest.mark.parametrize("moment", ["before the shards", "between the shards"])
+def test_a_process_that_was_overtaken_breaks_nothing(folder, no_ray, monkeypatch, moment):
+    config = PrepareConfig(source=f"{folder}/good.txt", seq_len=1023, shard_sequences=192, validation_fraction=0)
+    (folder / "good.txt").write_text("some text\n\n" * 60_000)
+    out, overtaken = str(folder / "out"), []
+
+    def overtake():
+        if not overtaken:
+            overtaken.append(True)
+            prepare(config, out)
+
+    if moment == "before the shards":
+        refuse = module.refuse_empty
+        monkeypatch.setattr(module, "refuse_empty", lambda *args: (overtake(), refuse(*args)))
+    else:
+        write = module.write_shard
+        monkeypatch.setattr(module, "write_shard", lambda shard, job: (overtake(), write(shard, job))[1])
+    manifest = prepare(config, out)
+    assert overtaken
+    assert manifest["splits"]["train"]["sequences"] > 0
+    PackedDataset(out).verify()
+    assert not (folder / "out/.staging").exists()
+
+
+def test_other_special_tokens_of_the_same_tokenizer_are_another_dataset(folder, no_ray):
+    vocabulary = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1, "<end>": 2}, "unk_token": "a"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": vocabulary}))
+    config = PrepareConfig(
+        source=f"{folder}/long.jsonl", seq_len=1, tokenizer=f"{folder}/tokenizer.json", validation_fraction=0
+    )
+    eos = []
+    for name, out in (("</s>", "one"), ("<end>", "two")):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": name}))
+        tokenize._loaded.cache_clear()
+        eos.append(prepare(config, str(folder / out))["tokenizer"]["eos_id"])
+    assert eos == [1, 2]
+    with pytest.raises(ConfigError, match="holds a dataset of other input or settings"):
+        prepare(config, str(folder / "one"))
 
 
 def test_a_failure_keeps_what_else_is_in_the_folder(folder, no_ray):
