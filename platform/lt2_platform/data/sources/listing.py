@@ -89,9 +89,12 @@ def _find(
     def inspect(item: tuple[str, str]) -> SourceFile | str:
         path, name = item
         try:
-            return _inspect(name, path, format, sampled)
+            file = _inspect(name, path, format, sampled)
         except (PermissionError, FileNotFoundError) as error:
             return f"{name} cannot be read ({error.strerror or _line(error)}); make it readable or remove it"
+        if file.compression and not file.bytes:  # nothing compressed is something; readers take it for an empty file
+            return f"{name} is cut to 0 bytes; replace or remove it"
+        return file
 
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(inspect, named.items()))

@@ -107,6 +107,14 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         find_files(str(tmp_path))
 
 
+@pytest.mark.parametrize("extension", ["gz", "zst"])
+def test_a_compressed_file_cut_to_nothing_is_no_empty_file(tmp_path, extension):
+    (tmp_path / f"a.jsonl.{extension}").write_bytes(b"")
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"^.*a\.jsonl\.{extension} is cut to 0 bytes; replace or remove it$"):
+        find_files(str(tmp_path))
+
+
 def test_s3_files_carry_their_etag(s3_root):
     Storage(s3_root).write_bytes("in/x.jsonl", b'{"text": "hello"}\n')
     for source in (f"{s3_root}/in", f"{s3_root}/in/*.jsonl", f"{s3_root}/in/x.jsonl"):
