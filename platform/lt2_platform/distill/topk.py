@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,12 +32,13 @@ from lt2_platform.data.spread import some_ray, spread
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.units import ROW_GROUP
 from lt2_platform.distill.teacher import identity
+from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage, absolute
+from lt2_platform.storage_errors import is_of_the_store
 from lt2_platform.train.checkpoints import checkpoint
 
 MANIFEST, SCHEMA_VERSION = "topk.json", 1
 LENGTH_ROWS = 2048  # tokens whose logits are alive at a time
-CACHED_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,6 @@ class StoredTopK:
                 f"{uri} was stored with document_mask {self.record['document_mask']}, training has {document_mask}; "
                 "make them equal"
             )
-        self._rows: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
 
     def attach(self, batches: Iterator[dict[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
         """The batches with topk_logits (fp16) and topk_ids (int32), both (B, L, T, K)."""
@@ -189,19 +188,24 @@ class StoredTopK:
             yield batch | {name: np.stack([row[name] for row in rows]) for name in ("topk_logits", "topk_ids")}
 
     def row(self, number: int) -> dict[str, np.ndarray]:
-        if number in self._rows:
-            self._rows.move_to_end(number)
-            return self._rows[number]
-        part, place = divmod(number, ROW_GROUP)
-        fs, path = self.storage.arrow_fs(f"part-{part:06d}.parquet")
-        with pq.ParquetFile(path, filesystem=fs, page_checksum_verification=True) as file:
-            table = file.read_row_group(place)
+        """topk_logits (fp16) and topk_ids (int32) of a sequence, (L, T, K). Not kept: an epoch has each but once."""
+        table = self._read(*divmod(number, ROW_GROUP))
         shape = (self.record["seq_len"], self.record["loops"], self.record["k"])
-        found = {}
-        for name in ("topk_logits", "topk_ids"):
-            values = table[name].combine_chunks().flatten().to_numpy().reshape(shape)
-            found[name] = values.view(np.float16) if name == "topk_logits" else values
-        self._rows[number] = found
-        if len(self._rows) > CACHED_SEQUENCES:
-            self._rows.popitem(last=False)
-        return found
+        columns = {name: table[name].combine_chunks().flatten().to_numpy() for name in ("topk_logits", "topk_ids")}
+        return {
+            "topk_logits": columns["topk_logits"].view(np.float16).reshape(shape),
+            "topk_ids": columns["topk_ids"].reshape(shape),
+        }
+
+    def _read(self, part: int, place: int) -> pa.Table:
+        name = f"part-{part:06d}.parquet"
+        fs, path = self.storage.arrow_fs(name)
+        try:
+            with pq.ParquetFile(path, filesystem=fs, page_checksum_verification=True) as file:
+                return file.read_row_group(place)
+        except (OSError, pa.ArrowException) as error:
+            if is_of_the_store(error):
+                raise
+            advice = remaking(self.storage.root, "store it again in another folder")
+            message = " ".join(str(error).split())
+            raise ConfigError(f"{self.storage.join(name)} is damaged ({message}); {advice}") from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -50,6 +51,17 @@ def test_rows_are_the_teachers_largest_logits_after_every_loop(stored):
         assert np.array_equal(batch["topk_ids"][:, :, loop], ids.int().numpy())
         expected = (values - values[..., :1]).numpy()
         np.testing.assert_allclose(batch["topk_logits"][:, :, loop], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_damaged_part_is_named(stored, tmp_path):
+    shutil.copytree(stored / "stored", tmp_path / "stored")
+    top = StoredTopK(str(tmp_path / "stored"), PackedDataset(str(stored / "data"), "train"))
+    part = tmp_path / "stored/part-000000.parquet"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"part-000000\.parquet is damaged \(.*\); store it again in another folder$"):
+        list(map(top.row, range(40)))
 
 
 def test_a_stage_on_stored_top_k_learns_what_it_learns_from_the_teacher(stored):
