@@ -57,12 +57,6 @@ def create_app(root: str | None, access: Access) -> FastAPI:
     _add_api(app, source)
     _add_figures(app, source)
 
-    @app.middleware("http")
-    async def revalidate(request: Request, call_next: Callable[..., Any]) -> Response:
-        response = await call_next(request)
-        response.headers.setdefault("cache-control", "no-cache")
-        return response
-
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
     @app.get("/{path:path}", include_in_schema=False)

@@ -28,6 +28,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # unless the answer says otherwise: ask again each time, by ETag
 }
 
 Scope = dict[str, Any]
@@ -131,8 +132,8 @@ def _cookie(header: str) -> str:
 
 
 class Guard:
-    """ASGI middleware: login, refusal, and the security headers. Everything but the login page and static files of the
-    page itself is refused to a visitor who is not admitted."""
+    """ASGI middleware: login, refusal, and the headers of every answer. Everything but the login page is refused to a
+    visitor who is not admitted."""
 
     def __init__(self, app: Any, access: Access):
         self.app, self.access = app, access

@@ -54,7 +54,8 @@ def runs_page(
     if wanted := [name for name in status.split(",") if name in STATUSES]:
         picked.add(f"status IN ({', '.join('?' * len(wanted))})", *wanted)
     total = picked.query("SELECT count(*) FROM picked")[0][0]
-    rows = _rows(picked, sort, min(max(page, 1), 1 + total // PAGE_SIZE))
+    page = min(max(page, 1), max(1, -(-total // PAGE_SIZE)))  # a link to a page that has gone shows the last one
+    rows = _rows(picked, sort, page)
     varying = _varying(picked, total)
     names = [row["run"] for row in rows]
     for row, settings in zip(rows, _by_run(snapshot, "config", "key", "text", names, varying)):

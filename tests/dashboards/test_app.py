@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -246,6 +247,35 @@ def test_runs_are_paged(tmp_path):
     client = TestClient(create_app(str(tmp_path), Access("none")), base_url="http://localhost")
     assert names(client.get("/api/runs?sort=run"))[:2] == ["r000", "r001"]
     assert names(client.get("/api/runs?sort=run&page=2")) == [f"r{number}" for number in range(100, 105)]
+    for asked, shown in ((0, 1), (3, 2), (99, 2)):
+        assert body(client.get(f"/api/runs?sort=run&page={asked}"))["page"] == shown
+    last = body(client.get("/api/runs?sort=run&q=r0&page=2"))  # exactly one page of them
+    assert (last["total"], last["page"], len(last["rows"])) == (100, 1, 100)
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs"])
+def test_an_answer_that_nobody_waits_for_is_no_error(root, path):
+    """A page that is left while it loads: the server must not put a traceback into the terminal."""
+    app = create_app(str(root), Access("none"))
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "path": path,
+             "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http",
+             "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("localhost", 80)}  # fmt: skip
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message["type"])
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[:1] in ([], ["http.response.start"])
+
+
+def test_every_answer_says_how_long_it_holds(client):
+    for address, wanted in (("/", "no-cache"), ("/static/app.js", "no-cache"), ("/api/runs", "no-cache"),
+                            ("/api/figures/curves.csv?runs=full-1", "no-store"), ("/login", "no-store")):  # fmt: skip
+        assert client.get(address, follow_redirects=False).headers.get_list("cache-control") == [wanted], address
 
 
 def test_of_a_repeated_evaluation_the_last_counts(tmp_path):

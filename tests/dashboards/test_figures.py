@@ -57,7 +57,7 @@ def test_curve_over_time_and_smoothed(source):
 def test_values_that_cannot_be_drawn_are_counted(source):
     figure = curves(source, runs=["gdn-3", "full-1"])
     assert lines(figure)["gdn-3"][-1] == [11, None]
-    assert "gdn-3: 1 values are NaN or infinite and not drawn." in figure.notes
+    assert "gdn-3: 1 value is NaN or infinite and not drawn." in figure.notes
     missing = curves(source, runs=["full-1", "gdn-3"], metric="nonsense")
     assert missing.option["empty"] == "No run shown here has logged 'nonsense'."
 
@@ -215,8 +215,8 @@ def test_the_figure_of_the_documentation_works(source):
 
 
 def test_csv_cells_cannot_become_formulas():
-    figure = Figure("t", {}, ["a"], lambda: [["=1+1"], ["@x"], ["-x"], [-1.5], ["fine"]])
-    assert figure.csv().splitlines() == ["a", "'=1+1", "'@x", "'-x", "-1.5", "fine"]
+    figure = Figure("t", {}, ["=a"], lambda: [["=1+1"], ["@x"], ["-x"], [-1.5], ["fine"]])
+    assert figure.csv().splitlines() == ["'=a", "'=1+1", "'@x", "'-x", "-1.5", "fine"]
 
 
 def test_html_export_stands_alone_and_escapes(tmp_path):

@@ -234,6 +234,8 @@ def test_throughput_marks_the_last_length_that_fitted(source):
     assert [point["value"] for point in at_one["data"]] == [[10.0, 50.0], [11.0, 40.0]]  # 2^10, 2^11 tokens
     assert {point["symbol"] for point in at_one["data"]} == {"circle"}
     assert [point["symbol"] for point in at_eight["data"]] == ["emptyRect"]
+    shown = [(axis["min"], axis["max"]) for axis in found.option["xAxis"]]
+    assert shown == [(10, 11), (10, 11), (10, 11), (10, 13)]  # the paper's decode rates at batch 8 stand at 8k
     assert ["plain", "this store", "decode", 8, 2048, None, None, None, "cpu", "yes"] in found.rows
     assert ["Looped Hybrid (GDN+DSA)", "paper", "decode", 8, 8192, 125.0] in [row[:6] for row in found.rows]
 

@@ -31,6 +31,7 @@ TITLES = {
     "ce": "Cross entropy (nats per token)",
     "grad_spikes": "Gradient spikes so far",
     "peak_memory_gb": "Peak memory (GB)",
+    "tokens": "Tokens trained on",
 }
 
 
@@ -68,7 +69,8 @@ def curves(
         drawn = refit(curve, max(100, min(points, POINTS_ON_SCREEN // len(runs))))
         series += _lines(run, position, drawn, start, x, band=len(runs) <= 3 and not log and not smooth, smooth=smooth)
         if bad := int(np.sum(curve["nonfinite"].to_numpy())):
-            notes.append(f"{run}: {bad:,} values are NaN or infinite and not drawn.")
+            values = "1 value is" if bad == 1 else f"{bad:,} values are"
+            notes.append(f"{run}: {values} NaN or infinite and not drawn.")
     if empty and len(empty) < len(runs):
         notes.append(f"Not logged by {', '.join(empty[:5])}{' and others' if len(empty) > 5 else ''}.")
     top = None if full or log or "loss" not in metric else _top(series)

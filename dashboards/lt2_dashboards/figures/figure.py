@@ -47,7 +47,7 @@ class Figure:
         """The table as CSV; a text that a spreadsheet would run as a formula is prefixed with an apostrophe."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(self.columns)
+        writer.writerow(map(_cell, self.columns))  # a metric or a setting may be called anything too
         writer.writerows([_cell(value) for value in row] for row in self.rows)
         return buffer.getvalue()
 

@@ -115,7 +115,8 @@ def _cells(source: Source, runs: list[str] | None) -> list[Cell]:
 
 
 def _panel(phase: str, batch: int, names: list[str], cells: list[Cell]) -> Panel:
-    lengths = [cell.context for cell in cells] or [context for _, at, context, _ in DECODE if at == batch]
+    paper = [point for point in DECODE if phase == "decode" and point[1] == batch]
+    lengths = [*(cell.context for cell in cells), *(context for _, _, context, _ in paper)]
     panel = Panel(
         f"{phase}, batch {batch} (tokens/s)",
         by_length("context (tokens)", lengths),
@@ -129,11 +130,10 @@ def _panel(phase: str, batch: int, names: list[str], cells: list[Cell]) -> Panel
         data = [_point(cell, is_last=cell is last) for cell in fits]
         if data:
             panel.series.append(line(run, data, position, showSymbol=True, symbolSize=6))
-    for model, at, context, rate in DECODE if phase == "decode" else ():
-        if at == batch:
-            symbol = "emptyRect" if CAPS.get((model, batch)) == context else "triangle"
-            data = [{"name": f"paper, {model}", "value": [at_length(context), rate], "shown": rate}]
-            panel.series.append(points(f"paper, {model}", data, symbol=symbol, symbolSize=11))
+    for model, _, context, rate in paper:
+        symbol = "emptyRect" if CAPS.get((model, batch)) == context else "triangle"
+        data = [{"name": f"paper, {model}", "value": [at_length(context), rate], "shown": rate}]
+        panel.series.append(points(f"paper, {model}", data, symbol=symbol, symbolSize=11))
     return panel
 
 

@@ -32,8 +32,8 @@ const main = document.getElementById("main");
 let current = null; // { page, match, destroy, update }
 
 function route() {
-  const path = decodeURI(location.pathname);
-  const found = ROUTES.map(([pattern, page, name]) => [path.match(pattern), page, name]).find(([match]) => match);
+  const path = location.pathname;
+  const found = readable(path) && ROUTES.map(([pattern, page, name]) => [path.match(pattern), page, name]).find(([match]) => match);
   markNav(path);
   if (current && found && current.page === found[1] && current.update && current.where === found[0][1]) {
     current.update(...found[0].slice(1).map(decodePart));
@@ -48,6 +48,14 @@ function route() {
   }
   document.title = `${found[2]} · LT2`;
   current = { page: found[1], where: found[0][1], ...found[1](main, ...found[0].slice(1).map(decodePart)) };
+}
+
+function readable(path) {
+  try {
+    return Boolean(decodeURIComponent(path));
+  } catch { // a lone % or half a character
+    return false;
+  }
 }
 
 const decodePart = (part) => (part === undefined ? undefined : decodeURIComponent(part));

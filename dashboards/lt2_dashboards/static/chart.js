@@ -59,7 +59,9 @@ export function figure(name, options = {}) {
       if (error.name === "AbortError") return;
       body = null;
       clear();
-      fill(notes, notice("error", "This figure cannot be drawn", error.message));
+      fill(notes);
+      fill(table);
+      fill(canvas.hidden ? notes : canvas, notice("error", "This figure cannot be drawn", error.message));
       element.removeAttribute("aria-busy");
     }
   }
@@ -67,6 +69,7 @@ export function figure(name, options = {}) {
   function draw() {
     if (!body) return;
     setText(title, options.title ?? body.title);
+    title.title = title.textContent; // a narrow tile cuts it off
     canvas.setAttribute("aria-label", `${body.title}: chart; press Table for the numbers`);
     element.classList.toggle("nothing", Boolean(body.option.empty));
     badge.hidden = !body.produce || Boolean(body.option.empty);
@@ -141,6 +144,7 @@ function aligned(values) {
   const largest = Math.max(...known, 0);
   if (known.every(Number.isInteger) || largest >= 1e5 || Math.min(...known) < 1e-3) return (value) => number(value, 6);
   const decimals = Math.max(0, Math.min(5, 4 - Math.floor(Math.log10(largest))));
+  if (Math.min(...known) < 10 ** (1 - decimals)) return (value) => number(value); // accuracies beside tokens/s: one digit would be left of them
   const needed = Math.max(...known.map((value) => (String(Number(value.toFixed(decimals))).split(".")[1] ?? "").length));
   return (value) => (typeof value === "number" ? value.toFixed(needed) : number(value));
 }

@@ -11,6 +11,9 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits + (size >= 1000 ? 1 : 0))));
 }
 
+// A setting in a narrow column: 0.0025986667263121865 is 0.00259867; the whole text belongs into the title.
+export const brief = (text) => (/^-?\d*\.\d{7,}$/.test(text) ? String(Number(Number(text).toPrecision(6))) : text);
+
 export function ago(seconds, now = Date.now() / 1000) {
   const age = Math.max(0, now - seconds);
   for (const [unit, name] of [[86400 * 365, "y"], [86400, "d"], [3600, "h"], [60, "min"]]) {

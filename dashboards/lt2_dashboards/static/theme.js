@@ -84,7 +84,8 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
     animation: false,
     backgroundColor: theme.panel, // open symbols are filled with it
     textStyle: { fontFamily: "Inter, system-ui, sans-serif", color: theme.text },
-    grid: { left: small ? 6 : 16, right: small ? 12 : 24, top: small ? 10 : 24, bottom: small ? 4 : 34, containLabel: true },
+    // "all": the names of the axes lie inside too, however wide their labels are.
+    grid: { left: small ? 6 : 8, right: small ? 12 : 16, top: small ? 10 : 24, bottom: 4, outerBoundsMode: "same", outerBoundsContain: small ? "axisLabel" : "all" },
     ...rest,
     xAxis: each(rest.xAxis, false),
     yAxis: each(rest.yAxis, true),
@@ -101,6 +102,7 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
   if (legend && (rest.legend || names.length > 1)) {
     result.legend = {
       type: "scroll", top: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 4, data: names, ...rest.legend,
+      formatter: (name) => (name.length > 48 ? `${name.slice(0, 47)}…` : name),
       textStyle: { color: theme.text, fontSize: 12 }, pageTextStyle: { color: theme.faint },
       pageIconColor: theme.text, pageIconInactiveColor: theme.axis, inactiveColor: theme.axis,
     };
@@ -110,7 +112,7 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
     result.parallelAxis = rest.parallelAxis.map((given) => ({
       nameTextStyle: { color: theme.text, fontSize: 12 }, axisLine: { lineStyle: { color: theme.axis } },
       axisTick: { lineStyle: { color: theme.axis } }, ...given,
-      z: 20, axisLabel: { color: theme.text, fontSize: 11, backgroundColor: theme.panel, padding: [1, 3], borderRadius: 2, ...(given.type === "value" ? { formatter: compact } : {}) },
+      z: 20, axisLabel: { show: !small, color: theme.text, fontSize: 11, backgroundColor: theme.panel, padding: [1, 3], borderRadius: 2, ...(given.type === "value" ? { formatter: compact } : {}) },
     }));
   }
   if (rest.visualMap) {

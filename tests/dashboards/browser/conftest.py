@@ -6,6 +6,8 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,17 @@ class Site:
         self.server.should_exit = True
         self.thread.join(10)
         self.socket.close()
+
+
+@contextmanager
+def visiting(browser, root: Path) -> Iterator[tuple]:
+    """(page, address) of a dashboard over a store of a test's own."""
+    with Site(root) as site:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{site.address}{LOGIN}?token={site.access.token}")
+        yield page, site.address
+        context.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import csv
+import math
 
 import pytest
 
-from .conftest import drawn, option, until
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
+from tests.dashboards.paper_store import fill_paper
+
+from .conftest import drawn, option, until, visiting
 
 pytestmark = pytest.mark.browser
 
@@ -22,6 +27,57 @@ def test_evaluations_beside_the_paper(page, site):
     page.get_by_role("button", name="0.6B").click()
     until(page, "document.querySelectorAll('tr.paper').length === 15")
     assert page.url.endswith("?size=0.6B")
+
+
+def test_evaluations_that_are_no_numbers_are_shown_as_that(browser, tmp_path):
+    store = ResultsStore(Storage(str(tmp_path / "store")))
+    store.create_run("diverged", {"config": {}}).close()
+    store.log_eval("diverged", "validation", [{"task": "arc_easy", "metric": "acc", "value": math.nan}])
+    store.log_eval("diverged", "validation", [{"task": "perplexity", "metric": "perplexity", "value": math.inf}])
+    with visiting(browser, tmp_path / "store") as (page, address):
+        page.goto(f"{address}/evaluations")
+        page.locator("tr.ours").wait_for()
+        assert page.locator("tr.ours").inner_text().split()[:5] == ["diverged", "this", "store", "inf", "NaN"]
+        drawn(page)
+
+
+def test_a_column_of_different_kinds_keeps_the_digits_of_each(browser, tmp_path):
+    store = ResultsStore(Storage(str(tmp_path / "store")))
+    store.create_run("one", {"config": {}}).close()
+    rows = [{"metric": "decode_tokens_per_s", "value": 1044.13}, {"metric": "acc", "value": 2 / 3}]
+    store.log_eval("one", "validation", rows)
+    with visiting(browser, tmp_path / "store") as (page, address):
+        page.goto(f"{address}/runs/one")
+        page.locator(".panel.wide tbody tr").nth(1).wait_for()
+        assert page.locator(".panel.wide tbody td.num").all_inner_texts() == ["1044.1", "0.6667"]
+        brief = "import('/static/format.js').then(({ brief }) => %s.map(brief))"
+        texts = ["0.0025986667263121865", "-0.1234567891", "0.001", "1:4", "1e-06", "gdn", "64"]
+        assert page.evaluate(brief % texts) == ["0.00259867", "-0.123457", "0.001", "1:4", "1e-06", "gdn", "64"]
+
+
+def test_the_names_of_axes_are_inside_the_chart(browser, tmp_path):
+    fill_paper(tmp_path / "store")
+    with visiting(browser, tmp_path / "store") as (page, address):
+        for name, axes in (("pareto", 1), ("hybrid", 2), ("depth", 1)):
+            page.goto(f"{address}/figures/{name}")
+            drawn(page)
+            found = page.evaluate("""() => {
+                const zr = echarts.getInstanceByDom(document.querySelector("figure .canvas")).getZr();
+                const texts = zr.storage.getDisplayList().filter((item) => item.style?.text);
+                const upright = texts.filter(({ transform }) => Math.abs(transform?.[1]) > 0.5);
+                return upright.map((item) => {
+                    const box = item.getBoundingRect().clone();
+                    box.applyTransform(item.transform);
+                    return [item.style.text, box.x, zr.getWidth() - box.x - box.width];
+                });
+            }""")
+            assert len(found) == axes, name
+            assert all(min(left, right) >= 0 for _, left, right in found), (name, found)
+
+
+def test_a_figure_that_cannot_be_drawn_says_so_where_one_looks(page, site):
+    page.goto(f"{site.address}/figures/curves?runs=nope")
+    page.locator(".canvas .notice.error", has_text="no run 'nope'").wait_for()
 
 
 def test_sweeps(page, site):

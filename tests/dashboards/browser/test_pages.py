@@ -50,7 +50,7 @@ def test_a_narrow_window_scrolls_down_only(page, site):
     storage = site.store.storage
     fill_sweep(storage, 3, failed=1)
     storage.write_json("steps/sweep-00000000/done.json", {"attempt": 1, "result": {"text": f"\n{'column  ' * 30}\n"}})
-    page.set_viewport_size({"width": 420, "height": 900})
+    page.set_viewport_size({"width": 390, "height": 900})
     for address, ready in [
         ("/", "table.runs tbody tr"),
         ("/runs/hybrid-2", "figure[data-ready]"),
@@ -66,10 +66,10 @@ def test_a_narrow_window_scrolls_down_only(page, site):
     ]:
         page.goto(site.address + address)
         page.locator(ready).first.wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") == 420, address
+        assert page.evaluate("document.documentElement.scrollWidth") == 390, address
         for item in page.locator("#nav a, #help, #theme").all():
             box = item.bounding_box()
-            assert 0 <= box["x"] <= 420 - box["width"], (address, item.inner_text())
+            assert 0 <= box["x"] <= 390 - box["width"], (address, item.inner_text())
         if address.startswith("/workflows/swept-1"):
             assert page.evaluate("getComputedStyle(document.querySelector('.report')).whiteSpace") == "pre"
     page.goto(site.address)
@@ -127,6 +127,8 @@ def test_missing_things_say_so(page, site):
         ("/compare?runs=nope,full-1", "no run 'nope'"),
         ("/figures/nope", "no figure 'nope'"),
         ("/elsewhere", "There is no such page"),
+        ("/runs/%E0%A4%A", "There is no such page"),
+        ("/runs/100%25", "no run '100%'"),
         ("/compare", "Select two or more runs"),
     ]:
         page.goto(site.address + address)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from lt2_dashboards.auth import LOGIN
 from lt2_platform.storage import Storage
-from tests.dashboards.conftest import HOSTILE, fill_sweep, fill_workflow
+from tests.dashboards.conftest import HOSTILE, attempt, fill_sweep, fill_workflow
 
-from .conftest import Site
+from .conftest import Site, until, visiting
 
 pytestmark = pytest.mark.browser
 
@@ -49,6 +51,23 @@ def test_a_sweeps_trials_from_the_list_to_a_failed_one_and_back(page, site):
     page.locator(".notice", has_text="trial 2 ran out of memory").wait_for()
     page.get_by_role("link", name="sweep-00000000").click()
     trials.nth(2).wait_for()
+
+
+def test_the_time_of_a_running_step_goes_on_and_its_mark_stays(browser, tmp_path):
+    storage = Storage(str(tmp_path / "store"))
+    fill_workflow(storage)
+    attempt(storage, "full-00000000", 3, "running", time.time() - 7200)  # and no heartbeat: lost
+    with visiting(browser, tmp_path / "store") as (page, address):
+        page.goto(f"{address}/workflows/demo-1")
+        running, lost = page.locator(".node.running small"), page.locator(".node.lost")
+        before = running.inner_text()
+        until(page, f"document.querySelector('.node.running small').textContent !== {before!r}", 15)
+        assert lost.locator("small").inner_text() == "#3"  # nobody knows how long it ran
+        assert lost.get_attribute("aria-current") == "true"  # the step that is shown below
+        page.goto(f"{address}/workflows/-/steps/hybrid-2")
+        took = page.locator(".panel .facts div", has_text="time").locator("dd")
+        before = took.inner_text()
+        until(page, f"[...document.querySelectorAll('.panel dd')].every((dd) => dd.textContent !== {before!r})", 15)
 
 
 def test_damaged_records_are_named(browser, tmp_path):

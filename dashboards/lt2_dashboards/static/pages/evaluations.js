@@ -3,6 +3,7 @@
 import { poll, query } from "../api.js";
 import { figure, theme } from "../chart.js";
 import { fill, h, notice } from "../dom.js";
+import { number } from "../format.js";
 import { colour } from "../theme.js";
 import { params, setParams } from "../url.js";
 
@@ -47,7 +48,7 @@ export function evaluationsPage(main) {
       const ours = row[1] !== "paper";
       return h("tr", { class: ours ? "ours" : "paper", style: ours ? { "--run": colour(theme(), place.get(row[0] + row[1])) } : {} },
         h("th", { scope: "row", class: "pick-name" }, ours ? h("a", { href: `/runs/${row[0]}` }, row[0]) : row[0]), h("td", { class: "faint" }, row[1]),
-        row.slice(2).map((value, at) => h("td", { class: `num${value !== null && value === best[at + 2] ? " best" : ""}` }, value === null ? "–" : value.toFixed(2))));
+        row.slice(2).map((value, at) => h("td", { class: `num${value !== null && value === best[at + 2] ? " best" : ""}` }, typeof value === "number" ? value.toFixed(2) : number(value))));
     }))));
   }
 

@@ -4,7 +4,7 @@ import { poll, query } from "../api.js";
 import { figure, theme } from "../chart.js";
 import { curveControls, curveParams } from "../controls.js";
 import { fill, h, notice, setText, status } from "../dom.js";
-import { ago, date, number, shortNames } from "../format.js";
+import { ago, brief, date, number, shortNames } from "../format.js";
 import { colour } from "../theme.js";
 import { go, params, setParams } from "../url.js";
 
@@ -162,7 +162,7 @@ export function runsPage(main) {
     const step = h("span");
     const cells = keys.map((key) => h("td", { class: state.body.varying.includes(key) ? "setting" : "num" }));
     const age = h("td", { class: "num faint" });
-    const tr = h("tr", { dataset: { run: row.run } }, h("td", { class: "pick" }, box), h("th", { scope: "row" }, h("a", { href: `/runs/${row.run}` }, row.run)), badge,
+    const tr = h("tr", { dataset: { run: row.run } }, h("td", { class: "pick" }, box), h("th", { scope: "row" }, h("a", { href: `/runs/${row.run}`, title: row.run }, row.run)), badge,
       h("td", { class: "num" }, step, bar), cells, age);
     return { tr, box, badge, bar, step, cells, age, layout };
   }
@@ -176,7 +176,7 @@ export function runsPage(main) {
     setText(line.step, row.total ? `${number(row.step)} / ${number(row.total)}` : number(row.step));
     line.bar.hidden = !row.total || !["running", "stalled"].includes(row.status);
     line.bar.firstChild.style.setProperty("width", `${Math.min(100, (100 * (row.step + 1)) / (row.total || 1))}%`);
-    keys.forEach((key, index) => setText(line.cells[index], state.body.varying.includes(key) ? row.config[key] ?? "–" : number(row.numbers[key])));
+    keys.forEach((key, index) => setText(line.cells[index], state.body.varying.includes(key) ? brief(row.config[key] ?? "–") : number(row.numbers[key])));
     keys.forEach((key, index) => { line.cells[index].title = row.config[key] ?? ""; });
     setText(line.age, ago(row.created));
     line.age.title = date(row.created);

@@ -27,6 +27,10 @@ const listed = ({ workflows, trials, skipped, left_out: more }) => [
   more ? h("p", { class: "quiet-note" }, `${plural(more, "more workflow")} whose last activity is older ${more === 1 ? "is" : "are"} not shown.`) : null,
 ];
 
+// When a step or an attempt ended; of one that was lost nobody knows.
+const endOf = ({ state, ended }) => ended ?? (state === "running" ? Date.now() / 1000 : null);
+const timeOf = (step) => (step.started && endOf(step) !== null ? duration(endOf(step) - step.started) : "");
+
 const plural = (count, name) => `${number(count)} ${name}${count === 1 ? "" : "s"}`;
 
 const table = (columns, rows) => h("div", { class: "table-wrap" }, h("table", { class: "numbers" },
@@ -62,10 +66,10 @@ export function workflowPage(main, id, stepId) {
     graph.hidden = false;
     fill(messages, unreadable(body.skipped));
     const done = body.steps.filter((step) => step.state === "done").length;
-    const busy = body.steps.filter((step) => step.started).map((step) => [step.started, step.ended ?? Date.now() / 1000]);
+    const busy = body.steps.filter((step) => step.started).map((step) => [step.started, endOf(step) ?? step.started]);
     fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, body.id), status(body.state),
       facts([["trial of", body.part_of ? h("a", { href: `/workflows/-/steps/${body.part_of}` }, body.part_of) : null], ["steps", `${done} of ${body.steps.length} done`], ["started", busy.length ? date(Math.min(...busy.map(([from]) => from))) : null], ["time in steps", busy.length ? duration(busy.reduce((sum, [from, to]) => sum + to - from, 0)) : null]]));
-    drawGraph(graph, body, chosen);
+    drawGraph(graph, body, chosen ?? shown);
     if (!chosen) {
       const first = body.steps.find((step) => ["failed", "unreadable", "running", "lost", "interrupted"].includes(step.state)) ?? body.steps.at(-1);
       if (first) showStep(first.id);
@@ -87,7 +91,9 @@ export function workflowPage(main, id, stepId) {
   }
 
   if (chosen) showStep(chosen);
-  return { update, destroy() { stop(); stopStep(); } };
+  // A running step's time goes on while nothing else changes.
+  const clock = setInterval(() => { if (body?.steps.some(({ state }) => state === "running")) show(); panel.tick?.(); }, 5000);
+  return { update, destroy() { stop(); stopStep(); clearInterval(clock); } };
 }
 
 function drawGraph(parent, { id, steps }, chosen) {
@@ -113,7 +119,7 @@ function drawGraph(parent, { id, steps }, chosen) {
     svg("svg", { width, height, "aria-hidden": "true" }, arrow, edges),
     steps.map((step) => {
       const [left, top] = place.get(step.name);
-      const time = step.started ? duration((step.ended ?? Date.now() / 1000) - step.started) : "";
+      const time = timeOf(step);
       return h("a", { class: `node ${step.state}`, href: `/workflows/${id}/steps/${step.id}`, "aria-current": step.id === chosen ? "true" : undefined, dataset: { step: step.id }, title: step.error ?? step.id,
         style: { left: `${left}px`, top: `${top}px`, width: `${NODE.width}px`, height: `${NODE.height}px` } },
       h("strong", {}, step.name), h("span", {}, status(step.state), h("small", {}, [time, step.attempt > 1 ? `#${step.attempt}` : ""].filter(Boolean).join(" · "))));
@@ -130,16 +136,18 @@ function stepPanel(parent, id) {
   const side = h("div", { class: "panels" });
   const reports = h("div", { class: "reports" });
   const trials = h("div", { class: "reports" });
-  let body = null, reading = null, stopLog = () => {}, stopTrials = null;
+  const took = h("span");
+  let body = null, reading = null, current = null, stopLog = () => {}, stopTrials = null;
   fill(parent, h("section", { class: "panel" }, head, attempts, cut, log), reports, trials, side);
+  parent.tick = () => { if (current) setText(took, timeOf(current)); };
   const stop = poll(`/api/steps/${encodeURIComponent(id)}`, (found) => { body = found; show(); }, (error) => fill(parent, notice("error", "This step cannot be shown", error.message)));
 
   function show() {
     const number_ = Number(params().attempt) || body.attempts[0]?.attempt;
-    const attempt = body.attempts.find((other) => other.attempt === number_);
-    const time = attempt?.started ? duration((attempt.ended ?? Date.now() / 1000) - attempt.started) : null;
+    const attempt = current = body.attempts.find((other) => other.attempt === number_);
+    parent.tick();
     fill(head, h("h2", {}, id), unreadable(body.skipped), attempt?.error && !body.skipped.includes(attempt.error) ? notice("error", attempt.error) : null,
-      attempt ? facts([["state", status(attempt.state)], ["time", time], ["started", date(attempt.started)], ["host", attempt.host], ["code", attempt.provenance?.git?.slice?.(0, 12)],
+      attempt ? facts([["state", status(attempt.state)], ["time", timeOf(attempt) ? took : null], ["started", date(attempt.started)], ["host", attempt.host], ["code", attempt.provenance?.git?.slice?.(0, 12)],
         ["run", body.has_run ? h("a", { href: `/runs/${id}` }, "curves") : null]]) : h("p", { class: "quiet-note" }, "No attempt yet: this step waits for the ones it needs."));
     fill(attempts, body.attempts.length > 1 ? body.attempts.map((other) => h("button", { type: "button", class: "chip", "aria-pressed": String(other.attempt === number_), onclick: () => setParams({ attempt: other.attempt }) }, `attempt ${other.attempt}`, status(other.state))) : null);
     log.hidden = !attempt;
