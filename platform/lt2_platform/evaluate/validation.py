@@ -80,7 +80,8 @@ def perplexity(
         count += int(n_tokens)
     model.train(was_training)
     mean = total / count
-    return {"loss": mean, "perplexity": math.exp(mean), "tokens": count, "sequences": len(part)}
+    exponential = math.inf if mean > 709 else math.exp(mean)  # of a model that diverged, no float holds more
+    return {"loss": mean, "perplexity": exponential, "tokens": count, "sequences": len(part)}
 
 
 def voted_loss(model: LoopedLM, batch: Batch, *, document_mask: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

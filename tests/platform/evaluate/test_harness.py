@@ -187,6 +187,11 @@ def test_suite_rows_come_with_errors_hashes_and_cost(tmp_path, pack):
     assert sum(json.loads(line)["scores"]["acc"] for line in samples) == hits
 
 
+def test_no_bars_of_lm_eval_among_ours(tmp_path, pack, capfd):
+    run(save(tmp_path / "run", model()), pack, tmp_path / "out", tasks=("mine",))
+    assert "it/s" not in capfd.readouterr().err
+
+
 def test_each_task_is_charged_what_it_spent_itself(tmp_path):
     net = model(halting={"type": "act"})
     data = write(tmp_path / "data", short=choices(), long=[row | {"query": row["query"] * 20} for row in choices()])

@@ -1,5 +1,6 @@
 """Tasks through the evaluate step: shipped ones, a user's own from a file, and tables over depth."""
 
+import math
 import textwrap
 
 import pytest
@@ -104,6 +105,15 @@ def test_perplexity_of_a_part_of_the_held_out_rows(tmp_path, data):
     logits = net.logits(net(tokens[:, :-1]).hidden)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert loss["value"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_perplexity_of_a_model_that_diverged_is_infinite_and_no_error(tmp_path, data):
+    net = model()
+    with torch.no_grad():
+        net.head_weight.mul_(1e6)
+    found = perplexity(net, PackedDataset(data, "validation"), batch_size=2)
+    assert 1000 < found["loss"] < math.inf
+    assert found["perplexity"] == math.inf
 
 
 def test_perplexity_at_a_depth_is_that_of_a_model_run_so_deep(tmp_path, data):

@@ -42,9 +42,12 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
         ConfigError: few-shot examples are wanted and there are none, data is damaged, or a package is missing.
     """
     import datasets
+    import lm_eval.api.task
     from lm_eval.api.task import ConfigurableTask
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every dataset that is not a hub's
+    # Its bar shows how prompts are made, which takes no time, in the middle of our count of the batches.
+    lm_eval.api.task.tqdm = lambda items, **_: items  # type: ignore[assignment]
     settings, texts = definition_of(name, record)
     shots = settings.get("num_fewshot", 0) if config.num_fewshot is None else config.num_fewshot
     fixed = (settings.get("fewshot_config") or {}).get("samples") is not None  # examples are part of the definition
