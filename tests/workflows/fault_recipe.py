@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,19 +17,23 @@ from tests.platform.train.packed import MODEL, train_config
 
 
 class HeldConfig(ObjectiveConfig):
-    """Next-token loss; from step `hold` on it waits for the file `gate`, so that a test need not race training."""
+    """Next-token loss; from step `hold` on it waits for the file `gate`, so that a test need not race training, in each
+    step for at most `hold_s`.
+    """
 
     module: ClassVar[str] = "build_held"
     type: Literal["held"] = "held"
     gate: str = "unset"
     hold: int = 15
+    hold_s: float = math.inf
 
 
 def build_held(config: HeldConfig, train: Any) -> Any:
     objective = next_token_objective()
 
     def held(model: Any, batch: Any) -> Any:
-        while batch.step >= config.hold and not Path(config.gate).exists():
+        end = time.monotonic() + config.hold_s
+        while batch.step >= config.hold and not Path(config.gate).exists() and time.monotonic() < end:
             time.sleep(0.05)
         return objective(model, batch)
 

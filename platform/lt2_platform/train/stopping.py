@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from lt2_platform.storage import Storage
@@ -60,21 +60,22 @@ def conveyed(request: StopRequest, out: Storage) -> Iterator[None]:
 
 
 @contextmanager
-def requested(out: str) -> Iterator[Callable[[], bool]]:
-    """For a worker: whether the file is there. A thread looks, so that the training loop never waits for storage."""
+def requested(out: str) -> Iterator[threading.Event]:
+    """For a worker: set once the file is there. A thread looks, so that the training loop never waits for storage."""
     storage, came, over = Storage(out), threading.Event(), threading.Event()
 
     def look() -> None:
-        while not over.wait(POLL_SECONDS):
-            try:
-                storage.read_bytes(STOP_FILE)
-            except STORAGE_ERRORS:  # it is not there, or storage is away for a while: nobody asks
-                continue
+        with suppress(*STORAGE_ERRORS):  # it is not there, or storage is away for a while: nobody asks
+            storage.read_bytes(STOP_FILE)
             came.set()
-            return
 
-    threading.Thread(target=look, name="lt2-stop", daemon=True).start()
+    def keep_looking() -> None:
+        while not (came.is_set() or over.wait(POLL_SECONDS)):
+            look()
+
+    look()
+    threading.Thread(target=keep_looking, name="lt2-stop", daemon=True).start()
     try:
-        yield came.is_set
+        yield came
     finally:
         over.set()

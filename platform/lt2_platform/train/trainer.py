@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
 from lt2_platform.cores import share
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
+from lt2_platform.signals import kept
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train import worker
@@ -98,6 +100,7 @@ def pretrain(
     if (done := summary(spec)) is not None:
         return done
     storage, request = Storage(spec.out), stop or StopRequest()
+    trainer = TorchTrainer if stop is None else CallersSignals
 
     def told(values: dict[str, Any]) -> None:
         request.possible.set()
@@ -111,13 +114,20 @@ def pretrain(
             threads = _threads(num_workers, cpus_per_worker)
             while True:
                 try:
-                    result = _fit(settings, storage, scaling, threads, max_failures)
+                    result = _fit(trainer, settings, storage, scaling, threads, max_failures)
                     break
                 except PreemptedError:
                     if request.asked.is_set():
                         raise
                     log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
     return close_run(spec, result)
+
+
+class CallersSignals(TorchTrainer):
+    """Whoever can ask a run to save has a handler of Ctrl-C that does; Ray's would end the run as it is."""
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        pass
 
 
 def _evaluated(spec: WorkerSpec, evaluation: TrainingEvaluation | None, use_gpu: bool) -> AbstractContextManager[Any]:
@@ -151,7 +161,12 @@ def _threads(num_workers: int, cpus_per_worker: float | None) -> int:
 
 
 def _fit(
-    settings: dict[str, Any], storage: Storage, scaling: ScalingConfig, threads: int, max_failures: int
+    trainer: type[TorchTrainer],
+    settings: dict[str, Any],
+    storage: Storage,
+    scaling: ScalingConfig,
+    threads: int,
+    max_failures: int,
 ) -> dict[str, Any]:
     """One life of a worker group; raises PreemptedError if it saved and ended early because it was told to."""
     # A new name per attempt: Ray must not resume anything on its own.
@@ -164,8 +179,9 @@ def _fit(
         failure_config=FailureConfig(max_failures=max_failures),
         worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
     )
-    trainer = TorchTrainer(_work, train_loop_config=settings, scaling_config=scaling, run_config=run_config)
-    outcome: Any = trainer.fit().return_value  # rank 0's
+    with kept(signal.SIGINT):
+        result = trainer(_work, train_loop_config=settings, scaling_config=scaling, run_config=run_config).fit()
+    outcome: Any = result.return_value  # rank 0's
     if outcome["error"] == "config":
         raise ConfigError(outcome["message"])
     if outcome["error"] == "diverged":
@@ -187,12 +203,12 @@ def _work(settings: dict[str, Any]) -> dict[str, Any]:
     live = [LiveMetrics(spec["run_id"]), sink] if first else []
     try:
         # Rank 0's word stops all of them; a thousand need not ask the store.
-        with sink, requested(spec["out"]) if first else nullcontext(lambda: False) as asked:
+        with sink, requested(spec["out"]) if first else nullcontext(threading.Event()) as asked:
             summary = worker.run(
                 WorkerSpec(**spec),
                 report=report_to_ray,
                 callbacks=live,
-                stop=lambda: max(notice(), sigterm(), STOP if asked() else 0),
+                stop=lambda: max(notice(), sigterm(), STOP if asked.is_set() else 0),
                 reader=reader,
             )
         return {"error": None, "summary": summary}

@@ -152,7 +152,9 @@ def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, l
         os.kill(told[0], signal.SIGTERM)
 
     threading.Thread(target=tell_one, daemon=True).start()
+    handler = signal.getsignal(signal.SIGINT)
     assert run(tmp_path, max_failures=0)["step"] == STEPS  # it is no failure
+    assert signal.getsignal(signal.SIGINT) is handler  # Ray's own is gone with the run
     assert told
     (event,) = ResultsStore(Storage(str(tmp_path))).events("run")
     assert event["kind"] == "preemption"
@@ -165,10 +167,12 @@ def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, l
 def test_a_request_to_stop_saves_and_ends_the_run_and_the_same_call_goes_on(tmp_path, on_ranks, local_ray, monkeypatch):
     monkeypatch.setattr(trainer, "_work", slow_work)
     write_dataset(tmp_path / "data")
-    stop = StopRequest()
+    stop, handler = StopRequest(), signal.getsignal(signal.SIGINT)
+    handlers = []
 
     def ask():
         stop.possible.wait()
+        handlers.append(signal.getsignal(signal.SIGINT))
         stop.asked.set()
 
     threading.Thread(target=ask, daemon=True).start()
@@ -179,6 +183,7 @@ def test_a_request_to_stop_saves_and_ends_the_run_and_the_same_call_goes_on(tmp_
     step = int(str(stopped.value).split()[5])
     assert checkpoint.complete(str(tmp_path / "run/checkpoints")) == [f"step-{step:08d}"]
     assert not stop.possible.is_set()
+    assert handlers == [handler]  # Ctrl-C is the caller's, who can ask; Ray's handler would end the run unsaved
     # An earlier request does not stop it.
     assert run(tmp_path, config(checkpoint_every=None), stop=StopRequest())["step"] == STEPS
     assert_equal_runs(tmp_path, on_ranks)

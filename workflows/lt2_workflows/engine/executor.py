@@ -56,7 +56,7 @@ class Driver:
     wait_for_others: bool
     environment: Mapping[str, str]
     side_by_side: Mapping[str, int]
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event
     at_once: threading.Event = field(default_factory=threading.Event)
 
     def tell(self, step: Step, event: str, **details: Any) -> None:
@@ -74,13 +74,15 @@ def run(
     wait_for_others: bool = True,
     ttl_s: float = TTL_S,
     say: Say = lambda event: None,
+    stop: threading.Event | None = None,
 ) -> dict[str, Outcome]:
     """Bring the workflow (or its step `only`, whose inputs must be finished) to its end; the outcome of each step.
 
     `say` is called, from several threads, with {"step", "event", …} for everything that happens. Bad input that can be
     seen beforehand, an unusable root and missing inputs of any step included, raises ConfigError before anything is
-    written. KeyboardInterrupt (SIGTERM as well, see the CLI) stops the running attempts, those that train after a
-    checkpoint, releases their leases and is raised again; a second one does not wait for checkpoints.
+    written. `stop`, once set, stops the running attempts, those that train after a checkpoint, and releases their
+    leases; KeyboardInterrupt (SIGTERM as well, see the CLI) does the same and is raised again. Another one does not
+    wait for checkpoints.
     """
     storage.check_readable(new=True)
     chosen = _choose(workflow, storage, only)
@@ -94,7 +96,10 @@ def run(
     write_workflow(storage, workflow)
     with _ray_for(pending) as environment:
         events = Events(storage, workflow.id)
-        driver = Driver(storage, workflow, events, say, ttl_s, wait_for_others, environment, side_by_side(chosen))
+        stopping = stop or threading.Event()
+        driver = Driver(
+            storage, workflow, events, say, ttl_s, wait_for_others, environment, side_by_side(chosen), stopping
+        )
         return _run_graph(driver, chosen)
 
 
@@ -128,6 +133,9 @@ def _run_graph(driver: Driver, steps: Mapping[str, Step]) -> dict[str, Outcome]:
                 for name, step in steps.items():
                     if name in outcomes or name in running.values():
                         continue
+                    if driver.stopping.is_set():
+                        outcomes[name] = Outcome("interrupted")
+                        continue
                     needs = {need: outcomes.get(need) for need in step.needs if need in steps}
                     ended = {need: outcome for need, outcome in needs.items() if outcome is not None}
                     failed = [need for need, outcome in ended.items() if outcome.state not in ("done", "skipped")]
@@ -141,6 +149,8 @@ def _run_graph(driver: Driver, steps: Mapping[str, Step]) -> dict[str, Outcome]:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     outcomes[running.pop(future)] = future.result()
         except BaseException:
+            if driver.stopping.is_set():  # whoever asked before does not wait any longer
+                driver.at_once.set()
             driver.stopping.set()  # the threads stop their attempts, and leaving the pool waits for them
             try:
                 wait(running)
@@ -174,12 +184,10 @@ def _drive(driver: Driver, step: Step) -> Outcome:
             driver.tell(step, "failed", attempt=attempt, error=error, log=log)
             return Outcome("bad_input", attempt, error, log)
         if driver.stopping.is_set():
-            if code == INTERRUPTED:
-                driver.tell(step, "interrupted", attempt=attempt, error=error)
-            else:  # it was killed, or failed, before it could release its lease
-                driver.tell(step, "interrupted", attempt=attempt, error=error)
+            driver.tell(step, "interrupted", attempt=attempt, error=error)
+            if code != INTERRUPTED:  # it was killed, or failed, before it could release its lease
                 release_for(driver.storage, step.folder, attempt)
-            return Outcome("interrupted", attempt)
+            return Outcome("interrupted", attempt, error, log)
         infrastructure = code in (INFRASTRUCTURE, INTERRUPTED)
         lost += infrastructure
         lost_in_a_row = lost_in_a_row + 1 if infrastructure and not details.get("progressed") else 0

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from lt2.config import ConfigError
 from lt2_platform.cores import share
 from lt2_platform.evaluate import ablations
+from lt2_platform.storage import Storage
+from lt2_platform.train.stopping import conveyed
 from lt2_workflows.console import amount, table
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.attempt import Interrupted, StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import TTL_S, read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, Place, Workflow, step_type
@@ -80,12 +82,15 @@ def _cost(trial: Trial, context: StepContext) -> str:
 def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
     """Result: {"text": the table, "trials": number, "failed", "rows": as `ablations.summarize` without metrics}.
 
-    Raises ConfigError when no trial at all got anywhere, with the first one's error.
+    Raises ConfigError when no trial at all got anywhere, with the first one's error, and Interrupted once it was asked
+    to stop and the steps that were running have saved.
     """
     environment = _environment(config.resources.concurrent)
     workflows = {trial.name: _workflow(trial, context) for trial in config.expanded}
-    run_shared(list(workflows.values()), context)
-    records = run_trials(config, workflows, context, environment)
+    with conveyed(context.stop, Storage(context.out)):
+        context.stop.possible.set()
+        run_shared(list(workflows.values()), context)
+        records = run_trials(config, workflows, context, environment)
     failed = [record for record in records if record["state"] == "failed"]
     if len(failed) == len(records):
         raise ConfigError(f"all {len(records)} trials failed; {failed[0]['name']}: {failed[0]['error']}")
@@ -127,10 +132,13 @@ def run_shared(workflows: Sequence[Workflow], context: StepContext) -> None:
         if event["event"] == "progress":
             context.progress(event["values"])
 
-    outcomes = executor.run(shared, context.storage, say=say)
+    outcomes = executor.run(shared, context.storage, say=say, stop=context.stop.asked)
     for name, outcome in outcomes.items():
         if outcome.state in ("failed", "bad_input"):
             raise ConfigError(f"{name}, which every trial needs: {outcome.error} (log: {outcome.log})")
+    for name, outcome in outcomes.items():
+        if outcome.state == "interrupted":
+            raise Interrupted(f"{name}, which every trial needs: {outcome.error or 'stopped before it began'}")
 
 
 # Ray Tune
@@ -151,6 +159,7 @@ def run_trials(
             "label": trial.label,
             "record": workflows[trial.name].record(),
             "storage": context.storage.root,
+            "sweep": context.out,
             "environment": dict(environment),
             "ttl_s": TTL_S,
             "watch": config.scheduler.step if config.scheduler.type == "asha" else training_step(trial),

@@ -18,6 +18,7 @@ from typing import Any
 from lt2.config import ConfigError, load_source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_platform.train.stopping import requested
 from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import workflow_from_record
@@ -49,7 +50,9 @@ def run_trial(config: dict[str, Any], jobs: dict[str, dict[str, Any]]) -> None:
         seen = values["step"]
     if job["ended"]:
         return
-    tune.report({"outcome": drive(workflow, storage, job, seen, tune.report)})
+    with requested(job["sweep"]) as stop:
+        found = drive(workflow, storage, job, seen, tune.report, stop)
+    tune.report({"outcome": found})
 
 
 def replayed(storage: Storage, workflow: Workflow, step: str) -> Iterator[dict[str, Any]]:
@@ -62,8 +65,10 @@ def replayed(storage: Storage, workflow: Workflow, step: str) -> Iterator[dict[s
         yield {"step": points[end - 1][0], "loss": sum(recent) / len(recent)}
 
 
-def drive(workflow: Workflow, storage: Storage, job: dict[str, Any], seen: int, report: Report) -> dict[str, Any]:
-    """Run the workflow in a thread and pass on its progress; the outcome."""
+def drive(
+    workflow: Workflow, storage: Storage, job: dict[str, Any], seen: int, report: Report, stop: threading.Event
+) -> dict[str, Any]:
+    """Run the workflow in a thread, until it ends or is stopped, and pass on its progress; the outcome."""
     from lt2_workflows.engine import executor
 
     events: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -71,7 +76,7 @@ def drive(workflow: Workflow, storage: Storage, job: dict[str, Any], seen: int, 
 
     def work() -> None:
         try:
-            found["outcomes"] = executor.run(workflow, storage, ttl_s=job["ttl_s"], say=events.put)
+            found["outcomes"] = executor.run(workflow, storage, ttl_s=job["ttl_s"], say=events.put, stop=stop)
         except ConfigError as error:
             found["error"] = str(error)
         except Exception as error:
@@ -96,12 +101,16 @@ def drive(workflow: Workflow, storage: Storage, job: dict[str, Any], seen: int, 
 
 
 def outcome(workflow: Workflow, storage: Storage, found: dict[str, Any]) -> dict[str, Any]:
-    """{"state": done or failed, "error", "log", "run", "metrics"} of a workflow that ended."""
+    """{"state": done, failed or interrupted, "error", "log", "run", "metrics"} of a workflow that ended."""
     if "error" in found:
         return {"state": "failed", "error": found["error"], "log": None, "run": None, "metrics": {}}
     for name, each in found["outcomes"].items():
         if each.state in ("failed", "bad_input"):
             return {"state": "failed", "run": None, "metrics": {}, **_failure(name, asdict(each))}
+    for name, each in found["outcomes"].items():
+        if each.state == "interrupted":
+            error = f"{name}: {each.error or 'stopped before it began'}"
+            return {"state": "interrupted", "error": error, "log": each.log, "run": None, "metrics": {}}
     run, metrics = results_of(workflow, storage)
     return {"state": "done", "error": None, "log": None, "run": run, "metrics": metrics}
 

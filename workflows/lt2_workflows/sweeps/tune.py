@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
 from lt2.analysis.accounting import parameters
 from lt2_platform.storage import Storage
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized, training_step
 from lt2_workflows.sweeps.trial import run_trial
 
@@ -24,7 +25,7 @@ ACTOR_FAILURES = 2
 
 def tune_trials(config: SweepStep, jobs: dict[str, dict[str, Any]], context: StepContext, folder: str) -> None:
     """Run the jobs (of `sweep_trial.run_trial`, by trial) and write `<folder>/<name>.json` as they end."""
-    # Ctrl-C and SIGTERM are the attempt's own business, and our records replace Tune's files.
+    # Signals are the attempt's own business (see also TrialRecords.setup), and our records replace Tune's files.
     # Strict checking would have a trial's last word, its outcome, carry a loss.
     names = ("SIGINT_HANDLER", "AUTO_CALLBACK_LOGGERS", "STRICT_METRIC_CHECKING")
     os.environ.update({f"TUNE_DISABLE_{name}": "1" for name in names})
@@ -84,9 +85,28 @@ class TrialRecords(tune.Callback):
         self.last: dict[str, dict[str, Any]] = {}
         self.outcomes: dict[str, dict[str, Any]] = {}
         self.ended = {name.removesuffix(".json") for name in context.storage.list(folder)}
+        self.saving: set[str] | None = None
+        self.interrupted: list[str] = []
+        self.at_once = signal.getsignal(AT_ONCE)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Tune pickles its callbacks into a state that we never restore
+
+    def setup(self, *arguments: Any, **info: Any) -> None:
+        signal.signal(AT_ONCE, self.at_once)  # Tune has just taken it for itself
+
+    def on_step_begin(self, iteration: int, trials: Any, **info: Any) -> None:
+        """End the sweep when it was asked to stop and all trials that were running then have saved and ended.
+
+        Others that Tune starts meanwhile see the request and do nothing.
+        """
+        if not self.context.stop.asked.is_set():
+            return
+        running = {_name(trial) for trial in trials if trial.status == "RUNNING"}
+        self.saving = running if self.saving is None else self.saving
+        if not running & self.saving:
+            ended = f"stopped as asked; {len(self.ended)} of {len(self.trials)} trials have ended"
+            raise Interrupted("\n".join([ended, *self.interrupted]))
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
         if "outcome" in result:
@@ -97,7 +117,11 @@ class TrialRecords(tune.Callback):
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         stopped = {"state": "stopped", "error": None, "log": None, "run": None, "metrics": {}}
-        self._end(_name(trial), self.outcomes.get(_name(trial), stopped))
+        outcome = self.outcomes.get(_name(trial), stopped)
+        if outcome["state"] == "interrupted":  # it has not ended: the next attempt goes on with it
+            self.interrupted.append(f"{_name(trial)}: {outcome['error']}")
+        else:
+            self._end(_name(trial), outcome)
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         if trial.status == "ERROR":  # not one that is started again
