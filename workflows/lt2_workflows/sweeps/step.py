@@ -1,6 +1,7 @@
 """The sweep step: what trials share is run first, then Ray Tune runs the trials, then the table is written.
 
     out/trials/<name>.json   how a trial ended; a trial that has one is not run again
+    out/rungs/<name>.json    of early stopping: see `KeptAsha`
     out/sweep.json           {"title", "paper", "trials", "rows"}: see `write_table`
     out/table.txt, .csv
 
@@ -150,10 +151,9 @@ def run_trials(
     """Run what has no record yet; the records of all trials, in order."""
     folder = f"{context.step.folder}/out/trials"
     known = {name.removesuffix(".json") for name in context.storage.list(folder)}
-    asha = config.scheduler.type == "asha"
     jobs = {}
     for trial in config.expanded:
-        if trial.name in known and not asha:
+        if trial.name in known:
             continue
         jobs[trial.name] = {
             "label": trial.label,
@@ -163,10 +163,8 @@ def run_trials(
             "environment": dict(environment),
             "ttl_s": TTL_S,
             "watch": config.scheduler.step if config.scheduler.type == "asha" else training_step(trial),
-            "replay": asha,
-            "ended": trial.name in known,  # only its curve is of interest, to the scheduler
         }
-    if len(known) < len(config.expanded):
+    if jobs:
         from lt2_workflows.sweeps.tune import tune_trials  # Ray Tune
 
         tune_trials(config, jobs, context, folder)

@@ -11,12 +11,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from lt2.config import ConfigError, load_source
-from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train.stopping import requested
 from lt2_workflows.engine.records import read_done
@@ -25,7 +24,6 @@ from lt2_workflows.loading import workflow_from_record
 
 SMOOTHED = 10  # reported values of the loss that are averaged
 REPORT_SECONDS = 1.0
-REPLAYED = 50  # points of a stored curve
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -44,29 +42,13 @@ def run_trial(config: dict[str, Any], jobs: dict[str, dict[str, Any]]) -> None:
         load_source(job["record"]["recipe_file"])
     workflow = workflow_from_record(job["record"], source=job["label"])
     storage = Storage(job["storage"])
-    seen = 0
-    for values in replayed(storage, workflow, job["watch"]) if job["replay"] else ():
-        tune.report(values)
-        seen = values["step"]
-    if job["ended"]:
-        return
     with requested(job["sweep"]) as stop:
-        found = drive(workflow, storage, job, seen, tune.report, stop)
+        found = drive(workflow, storage, job, tune.report, stop)
     tune.report({"outcome": found})
 
 
-def replayed(storage: Storage, workflow: Workflow, step: str) -> Iterator[dict[str, Any]]:
-    """The stored loss curve of an earlier attempt, as it was reported: a restored scheduler compares the same rungs."""
-    curve = ResultsStore(storage).metrics(workflow.steps[step].id, ["loss"]).to_pydict()
-    points = list(zip(curve["step"], curve["value"], strict=True))
-    stride = max(1, len(points) // REPLAYED)
-    for end in range(stride, len(points) + 1, stride):
-        recent = [loss for _, loss in points[max(0, end - SMOOTHED) : end]]
-        yield {"step": points[end - 1][0], "loss": sum(recent) / len(recent)}
-
-
 def drive(
-    workflow: Workflow, storage: Storage, job: dict[str, Any], seen: int, report: Report, stop: threading.Event
+    workflow: Workflow, storage: Storage, job: dict[str, Any], report: Report, stop: threading.Event
 ) -> dict[str, Any]:
     """Run the workflow in a thread, until it ends or is stopped, and pass on its progress; the outcome."""
     from lt2_workflows.engine import executor
@@ -86,7 +68,7 @@ def drive(
 
     threading.Thread(target=work, name="trial", daemon=True).start()
     recent: deque[float] = deque(maxlen=SMOOTHED)
-    reported = time.monotonic()
+    seen, reported = 0, time.monotonic()
     while (event := events.get()) is not None:
         values = event.get("values") or {}
         if event["event"] != "progress" or event["step"] != job["watch"] or values.get("loss") is None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+from ray.tune.schedulers import FIFOScheduler
 
 from lt2.analysis.accounting import parameters
 from lt2_platform.storage import Storage
 from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
+from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized, training_step
 from lt2_workflows.sweeps.trial import run_trial
 
@@ -38,7 +39,7 @@ def tune_trials(config: SweepStep, jobs: dict[str, dict[str, Any]], context: Ste
         tune.with_resources(tune.with_parameters(run_trial, jobs=jobs), place),
         param_space={"trial": tune.grid_search(list(jobs))},
         tune_config=tune.TuneConfig(
-            scheduler=_scheduler(config),
+            scheduler=_scheduler(config, jobs, context),
             max_concurrent_trials=config.resources.concurrent,
             trial_name_creator=_name,
             trial_dirname_creator=_name,
@@ -59,17 +60,10 @@ def _name(trial: Any) -> str:
     return trial.config["trial"]
 
 
-def _scheduler(config: SweepStep) -> Any:
+def _scheduler(config: SweepStep, jobs: Mapping[str, Any], context: StepContext) -> Any:
     if config.scheduler.type == "fifo":
         return FIFOScheduler()
-    return ASHAScheduler(
-        time_attr="step",
-        metric="loss",
-        mode="min",
-        grace_period=config.scheduler.grace_steps,
-        reduction_factor=config.scheduler.reduction,
-        max_t=10**12,  # Tune stops a trial that reaches it, and ours go on to be evaluated
-    )
+    return KeptAsha(config.scheduler, context.storage, f"{context.step.folder}/out/rungs", jobs)
 
 
 class TrialRecords(tune.Callback):
@@ -129,13 +123,12 @@ class TrialRecords(tune.Callback):
             self._end(_name(trial), {"state": "failed", "error": error, "log": None, "run": None, "metrics": {}})
 
     def _end(self, name: str, outcome: Mapping[str, Any]) -> None:
-        if name not in self.ended:  # a trial that was only replayed has its record
-            trial = self.trials[name]
-            fields = {key: getattr(trial, key) for key in ("name", "label", "group", "seed", "settings")}
-            steps = {step: each.id for step, each in trial.workflow.steps.items()}
-            more = {"steps": steps, "parameters": count(trial), "last": self.last.get(name)}
-            self.context.storage.write_json(f"{self.folder}/{name}.json", fields | more | dict(outcome))
-            self.ended.add(name)
+        trial = self.trials[name]
+        fields = {key: getattr(trial, key) for key in ("name", "label", "group", "seed", "settings")}
+        steps = {step: each.id for step, each in trial.workflow.steps.items()}
+        more = {"steps": steps, "parameters": count(trial), "last": self.last.get(name)}
+        self.context.storage.write_json(f"{self.folder}/{name}.json", fields | more | dict(outcome))
+        self.ended.add(name)
         self._say(f"{name}: {outcome['state']}")
 
     def _say(self, message: str) -> None:
