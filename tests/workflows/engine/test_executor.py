@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -217,3 +219,16 @@ def test_the_lease_of_a_killed_attempt_is_released_by_its_driver(storage, monkey
     }
     records.release_for(storage, "steps/a-1", 2)  # it never got as far as a lease
     assert not storage.exists("steps/a-1/attempts/2/lease.json")
+
+
+def test_an_event_that_storage_refuses_comes_with_the_next(storage, monkeypatch, caplog):
+    events = records.Events(storage, "w-1")
+    with monkeypatch.context() as full:
+        full.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        events.add({"event": "retry"})
+    assert "No space left" in caplog.text
+    assert storage.list("workflows/w-1/events") == []
+    events.add({"event": "done"})
+    (name,) = storage.list("workflows/w-1/events")
+    lines = storage.read_bytes(f"workflows/w-1/events/{name}").decode().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["retry", "done"]

@@ -18,6 +18,7 @@ exactly one can. The former holder, should it still live, sees that attempt on i
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import uuid
@@ -29,11 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_platform.step_records import ORPHAN_GRACE_S, attempt_state, is_stale, this_process
+from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.record_files import UnreadableRecordError, read_record
 from lt2_workflows.graph import Step, Workflow
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
+
+log = logging.getLogger(__name__)
 
 TTL_S = 30.0
 UNREADABLE = "unreadable"  # the state of a step with a damaged record
@@ -185,7 +189,11 @@ def describe_holder(lease: dict[str, Any]) -> str:
 
 @dataclass
 class Events:
-    """This driver's history of a workflow. Each driver owns one file, since S3 cannot append."""
+    """This driver's history of a workflow. Each driver owns one file, since S3 cannot append.
+
+    Each event is written with all before it. So one that storage refuses, because it is full or away for a while, comes
+    with the next, and need not end the steps that run.
+    """
 
     storage: Storage
     workflow_id: str
@@ -196,9 +204,11 @@ class Events:
     def add(self, event: dict[str, Any]) -> None:
         with self._lock:
             self.lines.append(json.dumps({"time": time.time(), **event}))
-            self.storage.write_bytes(
-                f"workflows/{self.workflow_id}/events/{self.driver}.jsonl", ("\n".join(self.lines) + "\n").encode()
-            )
+            path, text = f"workflows/{self.workflow_id}/events/{self.driver}.jsonl", "\n".join(self.lines) + "\n"
+            try:
+                self.storage.write_bytes(path, text.encode())
+            except STORAGE_ERRORS as error:
+                log.warning("%s could not be written (%s); its next event brings this one along", path, error)
 
 
 def step_state(storage: Storage, folder: str) -> dict[str, Any]:
