@@ -9,7 +9,7 @@ import re
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, ValidationError, model_validator
 
 from lt2.extension import Config, ConfigError, Extension, load_source
 
@@ -94,7 +94,7 @@ class HybridLayout(Config):
     def parts(self) -> tuple[int, int]:
         """(attention, mixer) layers per period."""
         a, _, b = self.ratio.partition(":")
-        if not (a.isdigit() and b.isdigit() and int(a) + int(b) > 0):
+        if not (a.isdecimal() and b.isdecimal() and int(a) + int(b) > 0):
             raise ValueError(f"ratio {self.ratio!r} is not of the form 'a:b' with whole numbers, e.g. '1:4'")
         return int(a), int(b)
 
@@ -112,8 +112,8 @@ class RandomLayout(Config):
     type: Literal["random"] = "random"
     attention: AnyMixer
     mixer: AnyMixer
-    fraction: float = 0.2
-    votes: int = 5
+    fraction: float = Field(default=0.2, gt=0, le=1)
+    votes: PositiveInt = 5
     seed: int = 0
 
 
@@ -129,6 +129,15 @@ class KeptLayout(Config):
     mixer: AnyMixer
     kept: tuple[int, ...] = ()
     both: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> KeptLayout:
+        if self.both and self.attention.weights == self.mixer.weights:
+            raise ValueError(
+                f"both: {self.attention.type!r} and {self.mixer.type!r} run on one set of weights, so no layer can "
+                "hold both; choose a mixer with weights of its own, e.g. gdn"
+            )
+        return self
 
 
 Layout = Annotated[UniformLayout | HybridLayout | LoopLayout | RandomLayout | KeptLayout, Field(discriminator="type")]
@@ -167,9 +176,9 @@ class ModelConfig(Config):
     n_loops: int = 4
     num_heads: int
     layout: Layout
-    ffn_hidden: int | None = None
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
+    ffn_hidden: PositiveInt | None = None
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    norm_eps: float = Field(default=1e-6, ge=0)
     tie_embeddings: bool = False
     loop_residual: bool = True
     norm_each_loop: bool = False
@@ -198,10 +207,10 @@ class ModelConfig(Config):
         for name in ("vocab_size", "dim", "n_layers", "n_loops", "num_heads", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        from lt2.layout import layout
+        from lt2.layout import layout, schedules
 
         by_weights: dict[tuple[int, str], MixerConfig] = {}
-        for loop in layout(self):
+        for loop in (row for schedule in (layout(self), *schedules(self)) for row in schedule):
             for layer, mixer in enumerate(loop):
                 mixer.check(self.dims)
                 first = by_weights.setdefault((layer, mixer.weights), mixer)

@@ -92,13 +92,17 @@ def draw_layers(spec: RandomLayout, n_layers: int, step: int) -> tuple[int, ...]
     return tuple(sorted(random.Random(f"{spec.seed}:{step}").sample(range(n_layers), count)))
 
 
+def schedules(config: ModelConfig) -> list[Schedule]:
+    """Schedules that between them run every mixer that a layer may run: two where layers are drawn or hold both."""
+    if config.layout.type == "random" or (config.layout.type == "kept" and config.layout.both):
+        return [layout(config, draw) for draw in ((), range(config.n_layers))]
+    return [layout(config)]
+
+
 def weights_per_layer(config: ModelConfig) -> list[list[MixerConfig]]:
     """For each layer one config per distinct set of mixer weights it needs over all loops and draws."""
-    schedules = [layout(config)]
-    if config.layout.type == "random" or (config.layout.type == "kept" and config.layout.both):
-        schedules = [layout(config, draw) for draw in ((), range(config.n_layers))]
     found: list[dict[str, MixerConfig]] = [{} for _ in range(config.n_layers)]
-    for loop in (row for schedule in schedules for row in schedule):
+    for loop in (row for schedule in schedules(config) for row in schedule):
         for layer, spec in enumerate(loop):
             found[layer].setdefault(spec.weights, spec)
     return [list(specs.values()) for specs in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from lt2.config import CacheSpec, Dims, MixerConfig
 
@@ -14,7 +14,7 @@ class DeltaConfig(MixerConfig):
 
     num_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
-    expand_v: float = 1.0
+    expand_v: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     conv_size: int = 4
     allow_neg_eigval: bool = False
 
@@ -28,12 +28,12 @@ class DeltaConfig(MixerConfig):
         num_heads, head_k_dim, head_v_dim = self.heads(dims)
         if self.head_dim is None and dims.dim % num_heads:
             raise ValueError(f"{self.type}: num_heads {num_heads} does not divide dim {dims.dim}; set head_dim")
-        if head_v_dim != head_k_dim * self.expand_v or head_v_dim < 1:
+        if head_v_dim != head_k_dim * self.expand_v:
             raise ValueError(
                 f"{self.type}: expand_v {self.expand_v} × head_dim {head_k_dim} is not a positive whole number"
             )
-        if self.conv_size < 0:
-            raise ValueError(f"{self.type}: conv_size is {self.conv_size}; use 0 for none")
+        if self.conv_size < 0 or self.conv_size == 1:
+            raise ValueError(f"{self.type}: conv_size is {self.conv_size}; use 0 for none, or at least 2")
 
     def cache_spec(self, dims: Dims, max_len: int) -> CacheSpec:
         num_heads, head_k_dim, head_v_dim = self.heads(dims)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from lt2.config import CacheSpec, Dims, MixerConfig
 
@@ -13,8 +13,8 @@ class LinearConfig(MixerConfig):
     """Fields shared by LA, RetNet and GLA: all heads together have dim·expand_k keys and dim·expand_v values."""
 
     num_heads: PositiveInt | None = None
-    expand_k: float = 1.0
-    expand_v: float = 1.0
+    expand_k: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    expand_v: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
     def heads(self, dims: Dims) -> tuple[int, int, int]:
         """(num_heads, head_k_dim, head_v_dim)."""
@@ -70,7 +70,7 @@ class RetNetConfig(LinearConfig):
     weights: ClassVar[str] = "retnet"
 
     type: Literal["retnet"] = "retnet"
-    expand_v: float = 2.0
+    expand_v: float = Field(default=2.0, gt=0, allow_inf_nan=False)
 
     def rope_dim(self, dims: Dims) -> int | None:
         return self.heads(dims)[1]
@@ -89,7 +89,7 @@ class GatedLinearConfig(LinearConfig):
     weights: ClassVar[str] = "gla"
 
     type: Literal["gla"] = "gla"
-    expand_k: float = 0.5
+    expand_k: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     gate_low_rank: int = 16
     gate_logit_normalizer: float = 16.0
 
@@ -97,7 +97,7 @@ class GatedLinearConfig(LinearConfig):
         super().check(dims)
         if self.gate_low_rank < 1:
             raise ValueError(f"gla: gate_low_rank is {self.gate_low_rank}; it must be at least 1")
-        if self.gate_logit_normalizer <= 0:
+        if not self.gate_logit_normalizer > 0:
             raise ValueError(f"gla: gate_logit_normalizer is {self.gate_logit_normalizer}; it must be positive")
 
 

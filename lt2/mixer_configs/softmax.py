@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lt2.config import CacheSpec, Dims, MixerConfig
 
 
@@ -14,9 +16,9 @@ class SoftmaxConfig(MixerConfig):
     weights: ClassVar[str] = "softmax"
     run_fields: ClassVar[frozenset[str]] = frozenset({"type", "window"})
 
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    num_heads: PositiveInt | None = None
+    num_kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
     rope: bool = True
     qk_norm: bool = False
     gate: Literal["elementwise", "headwise"] | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lt2.config import CacheSpec, Dims, MixerConfig
 from lt2.mixer_configs.softmax import SoftmaxConfig
 
@@ -24,9 +26,9 @@ class NSAConfig(MixerConfig):
     weights: ClassVar[str] = "nsa"
 
     type: Literal["nsa"] = "nsa"
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    num_heads: PositiveInt | None = None
+    num_kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
     block_size: int = 64
     num_blocks: int = 16
     window: int = 512
@@ -164,9 +166,9 @@ class MLAConfig(MixerConfig):
     weights: ClassVar[str] = "mla"
 
     type: Literal["mla"] = "mla"
-    num_heads: int | None = None
-    head_dim: int | None = None
-    v_head_dim: int | None = None
+    num_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    v_head_dim: PositiveInt | None = None
     kv_rank: int = 512
     q_rank: int | None = None
     rope_head_dim: int = 64

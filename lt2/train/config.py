@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,6 +11,8 @@ from lt2.train.objectives import AnyObjective, NextTokenConfig
 
 Recompute = Literal["none", "selective", "block", "loop"]
 """What backward computes again, from most memory to least; see `lt2.train.parallel.wrap_blocks`."""
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Config):
@@ -29,7 +31,7 @@ class TrainConfig(Config):
     lr: float = Field(default=3e-4, gt=0)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_all: bool = False
     grad_clip: float | None = Field(default=1.0, gt=0)

@@ -27,11 +27,20 @@ BAD = {
     "deltanet num_heads": ({"type": "deltanet", "num_heads": 5}, ["num_heads 5", "dim 32", "head_dim"]),
     "gdn expand_v": ({"type": "gdn", "expand_v": 0.3}, ["expand_v 0.3", "head_dim 16"]),
     "gdn conv": ({"type": "gdn", "conv_size": -1}, ["conv_size is -1", "0 for none"]),
+    "gdn conv of one": ({"type": "gdn", "conv_size": 1}, ["conv_size is 1", "0 for none", "at least 2"]),
+    "gdn expand_v nan": ({"type": "gdn", "expand_v": float("nan")}, ["expand_v", "finite"]),
+    "gla expand_k inf": ({"type": "gla", "expand_k": float("inf")}, ["expand_k", "finite"]),
+    "gla normalizer nan": ({"type": "gla", "gate_logit_normalizer": float("nan")}, ["gate_logit_normalizer is nan"]),
     "gdn heads": ({"type": "gdn", "num_heads": 0}, ["num_heads", "greater than 0"]),
     "kda head_dim": ({"type": "kda", "head_dim": 320}, ["head_dim 320", "256"]),
     "window": ({"type": "window", "window": 0}, ["window is 0", "at least 1"]),
     "full heads": ({"type": "full", "num_heads": 3}, ["num_heads 3", "dim 32"]),
     "full kv": ({"type": "full", "num_heads": 4, "num_kv_heads": 3}, ["num_kv_heads 3", "num_heads 4"]),
+    "full no heads": ({"type": "full", "num_heads": 0}, ["num_heads", "greater than 0"]),
+    "window kv heads": ({"type": "window", "num_kv_heads": -1}, ["num_kv_heads", "greater than 0"]),
+    "dsa head_dim": ({"type": "dsa", "head_dim": 0}, ["head_dim", "greater than 0"]),
+    "nsa kv heads": ({"type": "nsa", "num_kv_heads": 0}, ["num_kv_heads", "greater than 0"]),
+    "mla v_head_dim": ({"type": "mla", "v_head_dim": 0}, ["v_head_dim", "greater than 0"]),
     "nsa group": ({"type": "nsa"}, ["2 query heads over 1 KV heads", "power of two >= 16"]),
     "nsa window": ({"type": "nsa", "backend": "torch", "window": 0}, ["window is 0", "at least 1"]),
     "dsa top_k": ({"type": "dsa", "top_k": 4096}, ["top_k 4096", "max_seq_len 4096"]),
@@ -48,6 +57,41 @@ def test_bad_configs_name_the_rule_and_the_values(case):
         ModelConfig.model_validate({**MODEL, "layout": {"type": "uniform", "mixer": mixer}})
     message = explain(caught.value, "model")
     assert [word for word in words if word not in message] == [], message
+
+
+FULL, GATED, WINDOW = {"type": "full"}, {"type": "full", "gate": "headwise"}, {"type": "window", "window": 3}
+RANDOM = {"type": "random", "attention": FULL, "mixer": WINDOW}
+KEPT = {"type": "kept", "attention": FULL, "mixer": {"type": "gdn"}}
+BAD_LAYOUTS = {
+    "fraction none": (RANDOM | {"fraction": 0}, ["fraction", "greater than 0"]),
+    "fraction above 1": (RANDOM | {"fraction": 1.5}, ["fraction", "less than or equal to 1"]),
+    "votes": (RANDOM | {"votes": 0}, ["votes", "greater than 0"]),
+    "one set of weights": (RANDOM | {"attention": GATED}, ["on one set of weights", "differ only in ['window']"]),
+    "a mixer that is not drawn": (RANDOM | {"mixer": {"type": "gla", "num_heads": 3}, "fraction": 1}, ["num_heads 3"]),
+    "a mixer that is not run": (
+        KEPT | {"mixer": {"type": "gla", "num_heads": 3}, "kept": [0, 1], "both": True},
+        ["num_heads 3"],
+    ),
+    "both of one": (KEPT | {"mixer": WINDOW, "both": True}, ["both: 'full' and 'window' run on one set of weights"]),
+    "ratio": ({"type": "hybrid", "attention": FULL, "mixer": WINDOW, "ratio": "²:1"}, ["'a:b' with whole numbers"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LAYOUTS)
+def test_bad_layouts_name_the_rule_and_the_values(case):
+    layout, words = BAD_LAYOUTS[case]
+    with pytest.raises(ValidationError) as caught:
+        ModelConfig.model_validate({**MODEL, "layout": layout})
+    message = explain(caught.value, "model")
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ffn_hidden", 0), ("ffn_hidden", -8), ("rope_theta", 0), ("norm_eps", -1)]
+)
+def test_bad_sizes_name_their_field(name, value):
+    with pytest.raises(ValidationError, match=rf"{name}\n +Input should be greater than"):
+        ModelConfig.model_validate({**MODEL, "layout": {"type": "uniform", "mixer": FULL}, name: value})
 
 
 def test_a_users_mixer_cannot_take_a_shipped_type():

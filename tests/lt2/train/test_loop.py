@@ -214,6 +214,12 @@ def test_bf16_runs_matmuls_in_bf16_and_keeps_fp32_weights():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("betas", [(1.0, 0.95), (0.9, -0.1)])
+def test_betas_that_adam_cannot_take_are_refused(betas):
+    with pytest.raises(ValidationError, match=r"betas\.[01]"):
+        TrainConfig(steps=5, global_batch_size=1, betas=betas)
+
+
 def test_warmup_longer_than_the_run_is_refused():
     with pytest.raises(ValidationError, match="warmup_steps 5 leaves no step of 5"):
         TrainConfig(steps=5, global_batch_size=1, warmup_steps=5)
