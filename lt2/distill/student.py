@@ -140,6 +140,6 @@ def whole_heads(attention: Any, part: str, heads: int) -> Tensor | None:
         return None
     own, shared, size = attention.heads
     count = own if part == "q_proj" else shared
-    if heads % count:
+    if heads % count or projection.out_features != count * size:  # MLA's queries carry rotated channels as well
         return None
     return projection.weight.unflatten(0, (count, size)).repeat_interleave(heads // count, dim=0).flatten(0, 1)

@@ -67,6 +67,14 @@ def test_what_does_not_fit_stays_as_initialised(kind):
             assert torch.equal(part, getattr(attention, f"{name}_proj").weight.float())
 
 
+def test_latent_attention_can_be_a_teacher_whose_queries_do_not_fit():
+    mla = {"type": "mla", "kv_rank": 8, "rope_head_dim": 4}
+    teacher = tiny.model({"type": "uniform", "mixer": mla}, num_heads=2)
+    student = convert(teacher, MixerConfig.read({"type": "gdn", "conv_size": 0}), (0,))
+    mixer = student.blocks[1].mixers["gdn"]
+    assert torch.equal(mixer.o_proj.weight, teacher.blocks[1].mixers["mla"].o_proj.weight.float())
+
+
 def test_a_student_of_stage_one_gives_students_of_any_kept_set():
     net = teacher()
     both = convert(net, GDN, both=True)
