@@ -40,10 +40,11 @@ def generate(
 
     temperature 0 is greedy. A continuation ends early where `stop`, asked after every new token, is true. Prompts of
     different lengths are right-padded and masked, so a continuation does not depend on what else is in the batch. A
-    model of random layout is asked once per vote, each draw with its own cache; their mean probability decides.
+    model of random layout is asked once per vote, each draw with its own cache; their mean probability decides. Row r
+    samples by seed + r.
 
     Raises:
-        ConfigError: an empty prompt, a token outside the vocabulary, or sampling settings out of range.
+        ConfigError: an empty prompt, a token outside the vocabulary, n_loops or sampling settings out of range.
     """
     check_request(model.config.vocab_size, prompts, max_new_tokens, temperature, top_k, top_p)
     if max_new_tokens == 0 or not prompts:
@@ -125,7 +126,7 @@ def check_request(
             raise ConfigError(f"prompt {row} has a token outside the vocabulary of {vocab_size}; check the tokenizer")
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; it cannot be negative")
-    if temperature < 0:
+    if not temperature >= 0:
         raise ConfigError(f"temperature is {temperature}; use 0 for greedy or a positive number")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k is {top_k}; it must be at least 1")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lt2 import halting, sequence
 from lt2.cache import Cache, LayerCache, allocate
-from lt2.config import MixerConfig, ModelConfig
+from lt2.config import ConfigError, MixerConfig, ModelConfig
 from lt2.init import init_weights
 from lt2.layers import RMSNorm, SwiGLU
 from lt2.layout import Schedule, draw_layers, layout, weights_per_layer
@@ -123,9 +123,10 @@ class LoopedLM(nn.Module):
     ) -> LoopedOutput:
         seq = self.sequence_info(input_ids, doc_ids, lengths, cache)
         seq.step = step
-        schedule = self.schedule_for(n_loops or self.depth, step)
+        schedule = self.schedule_for(n_loops, step)
         h = self.embed(input_ids)
-        depth = halting.start(self.config.halting, self.halt, h, training=self.training)
+        # What is decoded halts as in inference, whatever mode the model is in.
+        depth = halting.start(self.config.halting, self.halt, h, training=self.training and cache is None)
         loops: list[Tensor] = []
         aux: dict[str, Tensor] = {}
         for loop, specs in enumerate(schedule):
@@ -197,9 +198,11 @@ class LoopedLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:  # (..., D) -> (..., V)
         return F.linear(hidden, self.head_weight.to(hidden.dtype))
 
-    def schedule_for(self, n_loops: int, step: int | None = None) -> Schedule:
-        """The mixers of n_loops loops; past the trained depth the last loop's row repeats."""
-        schedule = self.schedule
+    def schedule_for(self, n_loops: int | None = None, step: int | None = None) -> Schedule:
+        """The mixers of n_loops loops, None: those of the model; past the trained depth the last loop's row repeats."""
+        schedule, n_loops = self.schedule, self.depth if n_loops is None else n_loops
+        if n_loops < 1:
+            raise ConfigError(f"n_loops is {n_loops}; it must be at least 1")
         if self.config.layout.type == "random" and step is not None:
             schedule = layout(self.config, draw_layers(self.config.layout, self.config.n_layers, step))
         return tuple(schedule[min(loop, len(schedule) - 1)] for loop in range(n_loops))
@@ -208,7 +211,7 @@ class LoopedLM(nn.Module):
         self, batch: int, max_len: int, *, n_loops: int | None = None, dtype: torch.dtype | None = None
     ) -> Cache:
         """Empty caches for decoding `batch` rows of up to max_len tokens."""
-        schedule = self.schedule_for(n_loops or self.depth)
+        schedule = self.schedule_for(n_loops)
         weight = self.embed.weight
         kind = dtype or weight.dtype
         return allocate(schedule, self.config.dims, batch=batch, max_len=max_len, dtype=kind, device=weight.device)

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from lt2.generate import generate
 from lt2.halting import start
 from lt2.model import LoopedLM
 from lt2.train.loop import Batch
@@ -180,6 +181,20 @@ def test_early_exit_decoding_equals_the_whole_sequence_pass(layout: str, frozen_
         torch.testing.assert_close(out.hidden[:, 0], whole.hidden[torch.arange(3), at], rtol=1e-10, atol=1e-12)
         assert torch.equal(out.loops_used[:, 0], whole.loops_used[torch.arange(3), at])
     assert whole.loops_used.unique().numel() > 1
+
+
+@pytest.mark.parametrize("halting", [ACT, GATE])
+def test_a_model_in_training_mode_decodes_as_in_inference(halting: dict):
+    net = model(halting=halting)
+    prompts = tokens(3, 5).tolist()
+    expected = generate(net, prompts, max_new_tokens=8)
+    x = tokens(2, 6)
+    out = net(x, cache=net.init_cache(2, 6))
+    net.train()
+    again = net(x, cache=net.init_cache(2, 6))
+    assert torch.equal(again.hidden, out.hidden)
+    assert "ponder" not in again.aux
+    assert generate(net, prompts, max_new_tokens=8) == expected
 
 
 @pytest.mark.parametrize("frozen_kv", ["propagate", "share"])

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from lt2.analysis import accounting
+from lt2.config import ConfigError
+from lt2.generate import generate
 from lt2.model import build
 from tests.lt2.tiny import FULL, HYBRID, config, model, tokens
 
@@ -31,6 +33,20 @@ def test_more_loops_than_trained_repeat_the_last_rho():
     assert len(cache.layers) == 4
     parts = [net(piece, cache=cache, n_loops=4).hidden for piece in x.split([4, 1, 1, 3], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), longer(x).hidden, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("n_loops", [0, -1])
+def test_a_depth_below_one_is_refused_not_replaced(n_loops: int):
+    net = model()
+    with pytest.raises(ConfigError, match=f"n_loops is {n_loops}; it must be at least 1"):
+        net(tokens(1, 3), n_loops=n_loops)
+    with pytest.raises(ConfigError, match=f"n_loops is {n_loops}; it must be at least 1"):
+        generate(net, [[1]], max_new_tokens=2, n_loops=n_loops)
+
+
+def test_a_temperature_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match="temperature is nan"):
+        generate(model(), [[1]], max_new_tokens=2, temperature=float("nan"))
 
 
 def test_per_loop_outputs_are_those_of_each_depth():
