@@ -243,6 +243,9 @@ def load_manifest(uri: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         advice = remaking(uri, "run prepare with this folder as out")
         raise ConfigError(f"{uri} is not a finished dataset (no {MANIFEST}); {advice}") from error
+    except ValueError as error:
+        advice = remaking(uri, "prepare it again in another folder")
+        raise ConfigError(f"{storage.join(MANIFEST)} is damaged (no JSON: {error}); {advice}") from error
     if manifest.get("schema_version") != SCHEMA_VERSION:
         found = manifest.get("schema_version")
         advice = remaking(uri, "prepare it again")

@@ -82,6 +82,8 @@ def pretrain(
     Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, PreemptedError when it ended as
     `stop` asked, and Ray's WorkerGroupError when workers failed more than max_failures times.
     """
+    if evaluation is not None:
+        evaluation.check(config.train)
     spec = open_run(
         config,
         data=data,
@@ -95,8 +97,6 @@ def pretrain(
         sources=sources,
         info=info,
     )
-    if evaluation is not None:
-        evaluation.check(config.train)
     if (done := summary(spec)) is not None:
         return done
     storage, request = Storage(spec.out), stop or StopRequest()

@@ -29,6 +29,7 @@ from lt2_platform.distill.teacher import load_teacher
 from lt2_platform.distill.topk import StoredTopK
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train import ranks
 from lt2_platform.train.callbacks import Evaluator, Logger
 from lt2_platform.train.checkpoints import checkpoint
@@ -90,12 +91,18 @@ def run(
                 return asdict(_train(spec, config, rollbacks.positions(), report, callbacks, asked, reader))
             except PreemptedError as error:
                 if ranks.is_rank_zero():
-                    store = ResultsStore(Storage(spec.storage_root))
-                    store.log_event(spec.run_id, "preemption", {"message": str(error)})
+                    _note_preemption(spec, str(error))
                 raise
             except NonFiniteLossError as error:
                 failure = error.with_traceback(None)  # its frames hold the model
             rollbacks.record(failure)
+
+
+def _note_preemption(spec: WorkerSpec, message: str) -> None:
+    try:
+        ResultsStore(Storage(spec.storage_root)).log_event(spec.run_id, "preemption", {"message": message})
+    except STORAGE_ERRORS as error:  # it must not take the place of what tells the launcher that all is saved
+        log.warning("the preemption of %s is not among its events (%s)", spec.run_id, error)
 
 
 def _train(

@@ -208,6 +208,15 @@ def test_a_store_that_fails_is_no_damage(dataset_path, monkeypatch):
     assert raised.value is away
 
 
+def test_a_manifest_that_is_cut_is_said_to_be(dataset_path, tmp_path):
+    manifest = tmp_path / "out/manifest.json"
+    manifest.write_text(manifest.read_text()[:100])
+    with pytest.raises(
+        ConfigError, match=r"out/manifest\.json is damaged \(no JSON: .*\); prepare it again in another"
+    ):
+        PackedDataset(dataset_path)
+
+
 def test_the_dataset_of_a_step_is_made_again_by_its_workflow(dataset_path, tmp_path):
     step = tmp_path / "steps" / "prepare-12345678"
     step.mkdir(parents=True)

@@ -76,10 +76,11 @@ def test_checkpoints_are_evaluated_and_training_is_what_it_was_without(tmp_path,
 @pytest.mark.ray
 def test_what_the_cluster_can_never_do_is_refused(tmp_path, two_cpus):
     write_dataset(tmp_path / "data")
-    with pytest.raises(ConfigError, match="resources.evaluation needs 1 CPU and 1 GPU, and no node of the cluster"):
-        run(tmp_path, pretrain_config(steps=8), evaluation=plan(gpus=1))
     with pytest.raises(ConfigError, match="every 3 is not a multiple of train.checkpoint_every 2"):
         run(tmp_path, pretrain_config(steps=8), evaluation=plan(every=3))
+    assert not (tmp_path / "run").exists()  # the folder is not bound to a config that cannot work
+    with pytest.raises(ConfigError, match="resources.evaluation needs 1 CPU and 1 GPU, and no node of the cluster"):
+        run(tmp_path, pretrain_config(steps=8), evaluation=plan(gpus=1))
     with pytest.raises(ConfigError, match="every 2 is not a multiple of train.checkpoint_every None"):
         plan().check(train_config())
 

@@ -223,7 +223,10 @@ def read_info(uri: str) -> CheckpointInfo:
     storage = Storage(uri)
     if not storage.exists(COMPLETE):
         raise CheckpointError(f"{uri}: no complete checkpoint here; give a folder named step-… with a {COMPLETE} file")
-    info = storage.read_json(INFO)
+    try:
+        info = storage.read_json(INFO)
+    except (FileNotFoundError, ValueError) as error:
+        raise CheckpointError(f"{uri}: damaged checkpoint ({INFO}: {error}); use another") from error
     if info.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
             f"{uri}: checkpoint schema {info.get('schema_version')!r}; this LT2 reads schema {SCHEMA_VERSION}"

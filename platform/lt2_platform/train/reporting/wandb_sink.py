@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 WandbMode = Literal["auto", "online", "offline", "off"]
 FINISH_SECONDS = 30.0
 INIT_SECONDS = 60.0
+WAITING_ROWS = 10_000  # held for a wandb that hangs; what comes then is missing in its curve
 
 
 def resolve_mode(mode: WandbMode) -> WandbMode:
@@ -71,7 +72,7 @@ class WandbSink:
             log.warning("wandb has not finished in %.0f s; going on without it", FINISH_SECONDS)
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
-        if self.thread.is_alive():
+        if self.thread.is_alive() and self.rows.qsize() < WAITING_ROWS:
             self.rows.put((state.step, dict(metrics) | {"tokens": state.tokens}))
 
     def _work(self) -> None:

@@ -87,6 +87,15 @@ def test_a_best_checkpoint_that_is_gone_is_said_to_be(tmp_path):
         checkpoint.load_model(f"{tmp_path}/best")
 
 
+def test_a_checkpoint_whose_description_is_cut_is_said_to_be_damaged(tmp_path):
+    Storage(str(tmp_path)).write_bytes(f"{NAMES[0]}/COMPLETE", b"{}")
+    (tmp_path / NAMES[0] / "checkpoint.json").write_text('{"schema_ver')
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002: damaged checkpoint \(checkpoint\.json: .*\); use another"
+    ):
+        checkpoint.read_info(f"{tmp_path}/{NAMES[0]}")
+
+
 def test_old_checkpoints_that_cannot_be_deleted_cost_no_new_one(tmp_path, monkeypatch, caplog):
     def busy(folder, keep, pinned=()):
         raise OSError(errno.ENOTEMPTY, "Directory not empty")  # NFS, while somebody reads a file in it

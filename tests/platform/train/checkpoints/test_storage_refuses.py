@@ -12,7 +12,7 @@ from botocore.exceptions import EndpointConnectionError
 from s3fs.core import S3File, S3FileSystem
 
 from lt2.train.loop import STOP, PreemptedError, TrainState
-from lt2_platform.results.store import RunWriter
+from lt2_platform.results.store import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
@@ -158,6 +158,17 @@ def test_progress_that_cannot_be_written_costs_nothing_but_itself(tmp_path, undi
     assert losses(tmp_path) == losses(undisturbed)
     assert "progress not written (Could not connect" in caplog.text
     assert len(tried) == 2  # the first step's and the last one's
+
+
+def test_a_preemption_is_told_even_where_its_event_is_not_written(tmp_path, monkeypatch, caplog):
+    def away(store, *_):
+        raise EndpointConnectionError(endpoint_url="http://away")
+
+    monkeypatch.setattr(ResultsStore, "log_event", away)
+    write_dataset(tmp_path / "data")
+    with pytest.raises(PreemptedError, match="step 1 of 8, which is saved"):
+        worker.run(open_run(tmp_path, pretrain_config(**CONFIG)), stop=lambda: STOP)
+    assert "the preemption of run is not among its events (Could not connect" in caplog.text
 
 
 def refused_on_rank_one(root):

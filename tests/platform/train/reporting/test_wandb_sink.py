@@ -77,9 +77,11 @@ def test_wandb_that_hangs_never_holds_a_step_and_at_the_end_only_for_a_while(tmp
     release = threading.Event()
     monkeypatch.setattr(wandb, "init", lambda **settings: release.wait())
     monkeypatch.setattr(wandb_sink, "FINISH_SECONDS", 0.05)
+    monkeypatch.setattr(wandb_sink, "WAITING_ROWS", 700)
     with WandbSink("run", str(tmp_path), {}) as sink:
         for step in range(1000):
             sink.on_step(TrainState(step=step), {"loss": 1.0})
+        assert sink.rows.qsize() == 700  # not one more for every step of a long run
     assert "wandb has not finished" in caplog.text
     release.set()
     sink.thread.join()
