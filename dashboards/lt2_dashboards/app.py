@@ -70,6 +70,10 @@ def create_app(root: str | None, access: Access) -> FastAPI:
 
 
 def _add_api(app: FastAPI, source: Source) -> None:
+    @app.get("/api/root")
+    def root(request: Request) -> Response:
+        return answer(request, {"root": source.storage.root})
+
     @app.get("/api/runs")
     def runs(request: Request, q: str = "", status: str = "", sort: str = "-created", page: int = 1) -> Response:
         # Time only decides who is stalled; a moment of 15 s lets pages that poll share an answer.

@@ -29,8 +29,8 @@ def read_workflows(storage: Storage, now: float) -> dict[str, Any]:
     records = Records(storage)
     dags = _dags(records)
     steps = {id_ for dag in dags.values() if not dag.get("part_of") for id_ in dag["ids"].values()}
-    trials = Counter(dag["part_of"] for dag in dags.values() if dag.get("part_of") in steps)
-    listed = {name: dag for name, dag in dags.items() if dag.get("part_of") not in trials}
+    trials = Counter(dag["part_of"] for dag in dags.values() if dag.get("part_of") in steps and is_trial(dag))
+    listed = {name: dag for name, dag in dags.items() if dag.get("part_of") not in steps}
     found = sorted(_summaries(records, listed, now), key=lambda workflow: -workflow["updated"])
     for workflow in found:
         ids = listed[workflow["id"]]["ids"].values()
@@ -46,7 +46,8 @@ def read_workflows(storage: Storage, now: float) -> dict[str, Any]:
 def read_trials(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
     """The workflows that a sweep's step runs, those that need attention first.
 
-    {"trials", "states", "left_out", "skipped"}; "states" counts all of them, also those that "trials" leaves out.
+    {"trials", "states", "left_out", "skipped"}; "states" counts all of them, also those that "trials" leaves out. What
+    the trials have in common is listed among them and not counted.
     """
     checked(step_id)
     records = Records(storage)
@@ -54,7 +55,7 @@ def read_trials(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
     found = sorted(_summaries(records, dags, now), key=lambda trial: (STATES.index(trial["state"]), trial["id"]))
     return {
         "trials": found[:MAX_TRIALS],
-        "states": Counter(trial["state"] for trial in found),
+        "states": Counter(trial["state"] for trial in found if is_trial(dags[trial["id"]])),
         "left_out": max(0, len(found) - MAX_TRIALS),
         "skipped": records.lines(),
     }
@@ -80,6 +81,11 @@ def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, A
         "events": _events(storage, workflow_id),
         "skipped": records.lines(),
     }
+
+
+def is_trial(dag: dict[str, Any]) -> bool:
+    """Whether a workflow that is part of a sweep is one of its trials, not the steps that several of them share."""
+    return not str(dag.get("workflow") or "").endswith("-shared")
 
 
 def in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:

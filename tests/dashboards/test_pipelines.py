@@ -56,6 +56,8 @@ def test_a_sweeps_trials_are_on_its_steps_page_and_not_on_the_list(tmp_path):
     fill_workflow(storage)
     fill_sweep(storage, 250, failed=2)
     storage.write_json("workflows/orphan/dag.json", {"workflow": "orphan", "ids": {}, "part_of": "sweep-of-old"})
+    shared = {"workflow": "swept-shared", "ids": {"prepare": "prepare-00000000"}, "part_of": "sweep-00000000"}
+    storage.write_json("workflows/swept-shared-1/dag.json", shared)  # what trials have in common is none of them
     client = TestClient(create_app(str(tmp_path), Access("none")), base_url="http://127.0.0.1:8787")
     found = body(client.get("/api/workflows"))
     assert {w["id"]: w["trials"] for w in found["workflows"]} == {
@@ -67,11 +69,11 @@ def test_a_sweeps_trials_are_on_its_steps_page_and_not_on_the_list(tmp_path):
     assert body(client.get("/api/steps/sweep-00000000"))["sweep"] is True
     assert body(client.get("/api/steps/full-00000000"))["sweep"] is False
     sweep = body(client.get("/api/steps/sweep-00000000/trials"))
-    assert (sweep["states"], len(sweep["trials"]), sweep["left_out"]) == ({"failed": 2, "done": 248}, 250, 0)
+    assert (sweep["states"], len(sweep["trials"]), sweep["left_out"]) == ({"failed": 2, "done": 248}, 251, 0)
     assert [(t["id"], t["state"], t["error"]) for t in sweep["trials"][:3]] == [
         ("swept-trial-248", "failed", "trial 248 ran out of memory"),
         ("swept-trial-249", "failed", "trial 249 ran out of memory"),
-        ("swept-trial-0", "done", None),
+        ("swept-shared-1", "done", None),
     ]
     assert body(client.get("/api/workflows/swept-trial-249"))["part_of"] == "sweep-00000000"
 

@@ -1,7 +1,8 @@
 // Routes and the frame around every page.
 
+import { get } from "./api.js";
 import { repaint } from "./chart.js";
-import { fill, h, notice } from "./dom.js";
+import { fill, h, notice, setText } from "./dom.js";
 import { runsPage } from "./pages/runs.js";
 import { runPage } from "./pages/run.js";
 import { comparePage } from "./pages/compare.js";
@@ -95,6 +96,8 @@ document.addEventListener("keydown", (event) => {
 document.getElementById("theme").addEventListener("click", switchTheme);
 document.getElementById("help").addEventListener("click", showKeys);
 onChange(route);
+// On every page: who has two dashboards open tells them apart by it.
+get("/api/root").then(({ body }) => setText(document.getElementById("root"), body.root), () => {}); // pages say what is wrong
 // Text on a canvas is drawn once: with the wrong font if it is not here yet.
 await Promise.all([document.fonts.load("12px Inter"), document.fonts.load("600 12px Inter")]);
 route();

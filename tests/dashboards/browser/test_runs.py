@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
 from lt2_platform.results.index import compact
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
+from tests.dashboards.conftest import add_run
 
-from .conftest import drawn, option, until
+from .conftest import drawn, option, until, visiting
 
 pytestmark = pytest.mark.browser
 
@@ -22,6 +26,10 @@ def test_runs_and_their_curves(page, site):
     assert rows(page)[0] == "live-4"
     assert page.locator("tr", has_text="stalled-5").locator(".status").inner_text() == "stalled"
     assert page.inner_text("#root") == site.store.storage.root
+    page.goto(f"{site.address}/workflows")
+    page.locator("#root", has_text=site.store.storage.root).wait_for()  # on every page
+    page.go_back()
+    drawn(page, 5)
     names = {series["name"] for series in option(page)["series"]}
     assert names == {"live-4", "stalled-5", "gdn-3", "hybrid-2", "full-1"}
     header = page.locator("table.runs thead").inner_text()
@@ -94,6 +102,19 @@ def test_a_cut_axis_links_to_the_whole_curve(page, site):
         assert page.locator(".figure.beside .notes").inner_text() == ""
         assert page.get_by_label("full", exact=True).is_checked()
     site.store.storage.delete("results/journal/steep.json")
+
+
+def test_long_names_leave_room_for_numbers(browser, tmp_path):
+    store = ResultsStore(Storage(str(tmp_path / "store")))
+    runs = [(f"run{n}-" + "a-very-long-name-" * 8)[:125] for n in range(3)]
+    for run in runs:
+        add_run(store, run, start=time.time() - 500)
+    with visiting(browser, tmp_path / "store") as (page, address):
+        for path, wide in (("/", "table.runs"), (f"/compare?runs={','.join(runs)}", "table.compare")):
+            page.goto(address + path)
+            table = page.locator(wide)
+            table.locator("tr").nth(3).wait_for()
+            assert table.bounding_box()["width"] <= 1280, path
 
 
 def test_compare_from_the_table(page, site):

@@ -72,7 +72,6 @@ export function runsPage(main) {
 
   function show(body) {
     state.body = body;
-    setText(document.getElementById("root"), body.root);
     const none = body.total === 0;
     grid.hidden = table.hidden = foot.hidden = none;
     fill(messages, none ? emptyNote(body) : null, body.skipped.map((line) => notice("warn", line)));

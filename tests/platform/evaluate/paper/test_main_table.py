@@ -23,7 +23,7 @@ def test_known_contradictions():
     assert small["Transformer"]["Avg"] == pytest.approx(52.61, abs=0.005)
     assert "printed 51.34" in small["Transformer"]["note"]
     large = {row["model"]: row for row in compared({}, "1.3B")}
-    assert "61.39 / 9.31" in large["Looped Hybrid (Full+GDN)"]["note"]
+    assert "average 61.39, PPL 9.31" in large["Looped Hybrid (Full+GDN)"]["note"]
 
 
 def test_scores_take_the_customary_metric_and_the_later_row():
