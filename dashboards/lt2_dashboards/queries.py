@@ -86,16 +86,15 @@ class Source:
         self._curves: OrderedDict[str, tuple[tuple[str, float], Curves]] = OrderedDict()
 
     def snapshot(self) -> Snapshot:
-        """The newest picture of the store, at most half a second old."""
+        """The newest picture of the store, looked at by this call or in the half second before it."""
         with self._lock:
-            now = time.monotonic()
-            if self._snapshot is not None and now - self._checked < FRESH_SECONDS:
+            if self._snapshot is not None and time.monotonic() - self._checked < FRESH_SECONDS:
                 return self._snapshot
             version = self.store.version()
             if self._snapshot is None or self._snapshot.version != version:
                 layers = read_layers(self.storage, self._snapshot.layers if self._snapshot else None)
                 self._snapshot = Snapshot(version, layers, load(layers.tables()))
-            self._checked = now
+            self._checked = time.monotonic()  # after the look: who waited for it shares it, however slow it was
             return self._snapshot
 
     def remembered(self, question: tuple[Any, ...], answer: Callable[[Snapshot], Any]) -> Any:

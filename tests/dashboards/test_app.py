@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import duckdb
@@ -184,6 +185,22 @@ def test_polling_is_answered_304_until_something_changes(tmp_path, monkeypatch):
         assert client.get(address, headers={"if-none-match": etags[address]}).status_code == 200
     points = body(client.get(addresses[2]))["option"]["series"][0]["data"]
     assert points[-1] == [21, 1.25]
+
+
+def test_questions_that_waited_for_one_look_at_a_slow_store_share_it(tmp_path, monkeypatch):
+    fill(tmp_path)
+    source = Source(str(tmp_path))
+    looks, look = [], source.store.version
+
+    def slow():
+        looks.append(time.sleep(2 * queries.FRESH_SECONDS))
+        return look()
+
+    monkeypatch.setattr(source.store, "version", slow)
+    with ThreadPoolExecutor(5) as pool:
+        found = list(pool.map(lambda _: source.snapshot(), range(5)))
+    assert len(looks) == 1
+    assert len({id(snapshot) for snapshot in found}) == 1
 
 
 def test_pages_survive_damaged_files_and_name_them(tmp_path):

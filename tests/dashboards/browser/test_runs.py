@@ -104,6 +104,19 @@ def test_a_cut_axis_links_to_the_whole_curve(page, site):
     site.store.storage.delete("results/journal/steep.json")
 
 
+def test_the_page_of_a_store_that_is_slow_to_answer(page, site):
+    held = []
+    page.route("**/api/runs?*", lambda route: held.append(route))
+    page.route("**/api/runs", lambda route: held.append(route))
+    page.goto(site.address)
+    page.get_by_text("Reading the results store").wait_for()
+    assert page.locator("details.menu").inner_text() == "Columns"  # not the browser's own word for a list without one
+    assert "off" in page.get_by_text("Compare", exact=True).get_attribute("class")
+    held.pop().continue_()
+    drawn(page, 5)
+    page.unroute_all(behavior="ignoreErrors")
+
+
 def test_long_names_leave_room_for_numbers(browser, tmp_path):
     store = ResultsStore(Storage(str(tmp_path / "store")))
     runs = [(f"run{n}-" + "a-very-long-name-" * 8)[:125] for n in range(3)]

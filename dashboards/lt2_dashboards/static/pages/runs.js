@@ -27,8 +27,8 @@ export function runsPage(main) {
   const search = h("input", { type: "search", class: "search", placeholder: "Filter: words, lr>1e-3, layout.ratio=1:4, loss<3", "aria-label": "Filter runs", spellcheck: "false", autocomplete: "off" });
   const chips = h("div", { class: "chips", role: "group", "aria-label": "Status" });
   const controls = curveControls();
-  const columns = h("details", { class: "menu" });
-  const compare = h("a", { class: "button" }, "Compare");
+  const columns = h("details", { class: "menu" }, h("summary", {}, "Columns"));
+  const compare = h("a", { class: "button off" }, "Compare");
   const tiles = TILES.map((metric) => [metric, figure("curves", { small: true, group: "runs" })]);
   const grid = h("section", { class: "tiles", "aria-label": "Curves of the selected runs" }, tiles.map(([, tile]) => tile.element));
   const head = h("tr");
