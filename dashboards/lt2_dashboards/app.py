@@ -12,11 +12,12 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import uvicorn
 from botocore.exceptions import BotoCoreError
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.staticfiles import StaticFiles
@@ -45,6 +46,12 @@ def create_app(root: str | None, access: Access) -> FastAPI:
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=4)
     app.add_middleware(Guard, access=access)
     app.add_exception_handler(ConfigError, lambda request, error: JSONResponse({"error": str(error)}, 400))
+
+    def not_a_number(request: Request, error: Exception) -> Response:
+        (first, *_) = cast(RequestValidationError, error).errors()
+        return JSONResponse({"error": f"{first['loc'][-1]}={str(first['input'])[:40]!r}: {first['msg']}"}, 400)
+
+    app.add_exception_handler(RequestValidationError, not_a_number)
 
     def away(request: Request, error: Exception) -> Response:
         # Pages go on asking, so a storage that comes back shows again by itself.

@@ -106,6 +106,20 @@ def test_queries_that_make_no_sense_say_why(client, q, message):
     assert message in answer.json()["error"]
 
 
+def test_what_should_be_a_number_is_named_like_any_other_mistake(client):
+    for address, named in (("/api/runs?page=abc", "page='abc'"), ("/api/steps/s/attempts/one/log", "attempt='one'")):
+        answer = client.get(address)
+        assert answer.status_code == 400
+        assert answer.json()["error"].startswith(f"{named}: ")
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs", "/api/figures/curves.csv?runs=full-1"])
+def test_head_is_answered_like_get(client, path):
+    asked, got = client.head(path), client.get(path)
+    assert asked.status_code == got.status_code == 200
+    assert asked.headers["content-type"] == got.headers["content-type"]
+
+
 HOSTILE_NAMES = [
     "'; DROP TABLE runs; --",
     '" OR 1=1',
