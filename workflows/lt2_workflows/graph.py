@@ -50,6 +50,11 @@ class StepConfig(Config):
     resources: Resources = Resources()
 
     @property
+    def needs_ray(self) -> bool:
+        """Whether there must be a Ray to join while the step runs."""
+        return self.uses_ray
+
+    @property
     def workers(self) -> int:
         """Ray workers that must find a place at the same time."""
         return self.resources.num_workers

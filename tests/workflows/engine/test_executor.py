@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from lt2.config import ConfigError
 from lt2.train.loop import NonFiniteLossError
 from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
-from lt2_workflows.engine import attempt, records
+from lt2_workflows.engine import attempt, executor, records
 from lt2_workflows.engine.executor import run
 from lt2_workflows.engine.records import list_workflows, read_done, step_state
+from lt2_workflows.graph import Resources, Step
 from lt2_workflows.loading import load_workflow
+from lt2_workflows.steps import EvaluateStep
 from tests.workflows.conftest import FAKE_STEPS
 
 
@@ -232,3 +235,15 @@ def test_an_event_that_storage_refuses_comes_with_the_next(storage, monkeypatch,
     (name,) = storage.list("workflows/w-1/events")
     lines = storage.read_bytes(f"workflows/w-1/events/{name}").decode().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["retry", "done"]
+
+
+def test_a_ray_is_started_for_steps_that_will_join_one(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(executor, "ray_head", lambda num_cpus: nullcontext({"cpus": num_cpus}))
+    found = []
+    for workers in (1, 9):  # one copy of the model works in the step's own process
+        config = EvaluateStep(checkpoint="a", data="b", resources=Resources(num_workers=workers))
+        with executor._ray_for([Step("evaluate", config, "0" * 64, ())]) as environment:
+            found.append(environment)
+    assert found[0] == dict(os.environ)
+    assert found[1]["cpus"] >= 9

@@ -105,7 +105,7 @@ def run(
 
 def _ray_for(pending: list[Step]) -> AbstractContextManager[dict[str, str]]:
     """The environment of attempts, with a Ray if one is needed that we are not inside of."""
-    if "RAY_ADDRESS" in os.environ or not any(step.config.uses_ray for step in pending):
+    if "RAY_ADDRESS" in os.environ or not any(step.config.needs_ray for step in pending):
         return nullcontext(dict(os.environ))
     # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
     workers = max(step.config.workers for step in pending)

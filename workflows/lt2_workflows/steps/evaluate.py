@@ -32,6 +32,10 @@ class EvaluateStep(StepConfig):
     loops: tuple[int, ...] = ()
     pack: PackRef | str | None = None
 
+    @property
+    def needs_ray(self) -> bool:
+        return self.resources.num_workers > 1
+
 
 def evaluate_places(config: EvaluateStep, context: StepContext) -> Iterator[Place]:
     """The packs of tasks that lm-eval scores, each with the names it is asked for."""
@@ -77,7 +81,7 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     if config.pack is not None:
         pack = context.path(config.pack)
         tasks = tuple(t.model_copy(update={"pack": pack}) if getattr(t, "pack", None) == "" else t for t in tasks)
-    actors = config.resources.num_workers if config.resources.num_workers > 1 else 0
+    actors = config.resources.num_workers if config.needs_ray else 0
     if actors:
         join_ray()
     found = evaluate_checkpoint(
