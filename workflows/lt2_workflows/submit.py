@@ -23,6 +23,8 @@ ATTEMPT = re.compile(r"(?P<workflow>.+)-attempt(?P<number>\d+)")
 ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 STOPPED_CODE = 143  # as for a process that SIGTERM ended
 LOST_S = 60.0
+# What asking after a job raises when the cluster is away; the ConnectionError of `requests` is an OSError only.
+NO_ANSWER = (OSError, RuntimeError)
 # A line for each upload, and one for the end of each log.
 TALKERS = (
     "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging", "ray.dashboard.modules.job.sdk",
@@ -122,7 +124,7 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], Any]) -
             shown = asyncio.run(_tail(client, job, shown, write))
             info = client.get_job_info(job)
             heard = time.monotonic()
-        except (ConnectionError, RuntimeError) as error:
+        except NO_ANSWER as error:
             if time.monotonic() - heard > LOST_S:
                 raise ConfigError(f"the cluster does not answer any more ({_reason(error)}); {job} may go on") from None
             time.sleep(1.0)
@@ -140,11 +142,16 @@ def cancel(client: JobSubmissionClient, job: str, timeout_s: float = 120.0) -> b
     if not client.stop_job(job):
         return False
     deadline = time.monotonic() + timeout_s
-    while client.get_job_status(job).value not in ENDED:
+    while True:
+        try:
+            if client.get_job_status(job).value in ENDED:
+                return True
+            known = "it is still running"
+        except NO_ANSWER as error:
+            known = f"the cluster does not answer any more ({_reason(error)})"
         if time.monotonic() > deadline:
-            raise ConfigError(f"{job} was told to stop but is still running after {timeout_s:.0f} s")
+            raise ConfigError(f"{job} was told to stop, but after {timeout_s:.0f} s {known}")
         time.sleep(0.2)
-    return True
 
 
 async def _tail(client: JobSubmissionClient, job: str, skip: int, write: Callable[[str], Any]) -> int:

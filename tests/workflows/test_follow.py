@@ -1,0 +1,57 @@
+"""Following and cancelling a job while its cluster answers now and then, or not at all."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from requests.exceptions import ConnectionError as NoConnection
+
+from lt2.config import ConfigError
+from lt2_workflows import submit
+
+AWAY = NoConnection("HTTPConnectionPool(host='head', port=8265): Connection refused")
+
+
+class Client:
+    """Gives its answers one after another, the last one for ever; an exception is raised."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def get_job_info(self, job):
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(status=SimpleNamespace(value=answer), driver_exit_code=0, message="")
+
+    def get_job_status(self, job):
+        return self.get_job_info(job).status
+
+    def stop_job(self, job):
+        return True
+
+    async def tail_job_logs(self, job):
+        yield "a line\n"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(submit, "LOST_S", 0.5)
+    monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
+
+
+def test_a_cluster_that_is_away_for_a_moment_is_asked_again():
+    shown = []
+    assert submit.follow(Client("RUNNING", AWAY, AWAY, "SUCCEEDED"), "w-attempt1", shown.append) == 0
+    assert "".join(shown) == "a line\n"  # once
+    assert submit.cancel(Client(AWAY, "RUNNING", "STOPPED"), "w-attempt1")
+
+
+def test_one_that_stays_away_is_one_line():
+    with pytest.raises(ConfigError, match=r"does not answer any more \(.*refused\); w-attempt1 may go on"):
+        submit.follow(Client(AWAY), "w-attempt1", lambda text: None)
+    with pytest.raises(ConfigError, match=r"was told to stop, but after 0 s the cluster does not answer .*refused"):
+        submit.cancel(Client(AWAY), "w-attempt1", timeout_s=0.2)
+    with pytest.raises(ConfigError, match="was told to stop, but after 0 s it is still running"):
+        submit.cancel(Client("RUNNING"), "w-attempt1", timeout_s=0.2)
