@@ -22,6 +22,7 @@ class RemoteStep(StepConfig):
     trace: str = ""
     pause_s: float = 0.0
     code: int | None = None
+    source: str | None = None
 
 
 @ray.remote(num_cpus=0.5)
@@ -45,6 +46,8 @@ def remote(config: RemoteStep, context) -> dict[str, str]:
     while not ray.wait([task], timeout=0.5)[0]:
         context.progress({"step": 1, "steps": 4})
     worker = ray.get(task)
+    if config.source is not None:
+        Path(config.source).read_bytes()
     if config.code is not None:
         raise ValueError(f"asked to fail with {config.code}")
     return {"attempt": lt2_workflows.__file__, "worker": worker}
@@ -59,3 +62,21 @@ def swept() -> Workflow:
     from lt2_workflows.sweeps import SweepStep
 
     return Workflow("swept", {"only": SweepStep(steps=one().record()["steps"], grid={"only.pause_s": (0.0,)})})
+
+
+def training() -> Workflow:
+    """A tiny model that trains until it is stopped, on the dataset given with --set."""
+    from lt2.train.config import TrainConfig
+    from lt2_platform.train.config import PretrainModel
+    from lt2_workflows.steps import PretrainStep
+
+    model = {
+        "dim": 16,
+        "n_layers": 1,
+        "n_loops": 1,
+        "num_heads": 2,
+        "layout": {"type": "uniform", "mixer": {"type": "full"}},
+    }
+    train = TrainConfig(steps=1_000_000, global_batch_size=8, warmup_steps=1, lr=1e-3, checkpoint_every=None)
+    step = PretrainStep(data="unset", model=PretrainModel.model_validate(model), train=train)
+    return Workflow("training", {"train": step})

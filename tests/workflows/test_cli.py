@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,17 @@ def test_run_status_and_json(tmp_path):
     shown = lt2("status", "chain", "--storage", root).stdout
     assert found["id"] in shown
     assert shown.count(" done ") == 3
+
+
+def test_a_record_is_run_again_without_the_file_it_was_made_from(tmp_path):
+    recipe, root = tmp_path / "mine.py", tmp_path / "s"
+    shutil.copy(FAKE_STEPS, recipe)
+    assert lt2("run", f"{recipe}:chain", "--storage", str(root)).returncode == 0
+    recipe.unlink()
+    (record,) = root.glob("workflows/chain-*/dag.json")
+    again = lt2("run", str(record), "--set", "third.lines=5", "--storage", str(root))
+    assert again.returncode == 0, again.stderr
+    assert [again.stderr.count(each) for each in ("skipped", " started")] == [2, 1]
 
 
 def test_no_step_on_s3_talks_about_keys(s3_root):

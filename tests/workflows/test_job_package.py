@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.storage import Storage
+from lt2_workflows.engine.records import write_workflow
 from lt2_workflows.job_package import PACKAGES, RECORD, pack, refuse_secrets
 from lt2_workflows.loading import load_workflow
 from tests.workflows.conftest import FAKE_STEPS
@@ -110,3 +113,17 @@ def test_what_counts_as_a_secret(variable, secret):
     else:
         refuse_secrets(texts, {variable: "a-long-value"})
     refuse_secrets(texts, {variable: "another-value"})
+
+
+def test_files_that_configs_name_by_relative_paths_are_recorded(tmp_path, monkeypatch):
+    """A job's paths are relative to its folder, which is gone when the workflow is resumed."""
+    monkeypatch.chdir(tmp_path)
+    recipe = Path(__file__).with_name("fault_recipe.py")
+    (tmp_path / "own").mkdir()
+    shutil.copy(recipe, "own/held.py")
+    storage = Storage(str(tmp_path / "storage"))
+    for source in ("own/held.py", str(recipe)):
+        workflow = load_workflow(f"{recipe}:trained", [f"pretrain.train.objective.source={source}"])
+        write_workflow(storage, workflow)
+        recorded = storage.glob(f"workflows/{workflow.id}/files/**/*.py")
+        assert recorded == ([f"workflows/{workflow.id}/files/{source}"] if source == "own/held.py" else [])

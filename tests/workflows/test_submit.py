@@ -17,6 +17,7 @@ import pytest
 
 from lt2_platform.storage import Storage
 from lt2_workflows.cluster.grafana import PANELS
+from tests.platform.train.packed import write_dataset
 from tests.workflows.conftest import wait_until
 from tests.workflows.remote_head import Head, ray_cluster
 
@@ -157,9 +158,10 @@ def scraped(head: Head) -> set[str]:
 
 
 def test_a_job_outlives_its_client_and_cancelling_frees_everything(client):
-    submitting = subprocess.Popen(
-        client.submit("only.pause_s=60"), cwd=client.folder, env=client.head.client_environment()
-    )
+    (client.folder / "own").mkdir()
+    (client.folder / "own/part.py").touch()
+    submit = client.submit("only.pause_s=60", "only.source=own/part.py")
+    submitting = subprocess.Popen(submit, cwd=client.folder, env=client.head.client_environment())
     pids = [client.pid("attempt"), client.pid("worker")]
     submitting.kill()
     submitting.wait(10)
@@ -169,7 +171,7 @@ def test_a_job_outlives_its_client_and_cancelling_frees_everything(client):
         assert time.monotonic() < deadline, f"Prometheus never saw {ours() - seen}"
         time.sleep(1.0)
         seen |= scraped(client.head)
-    again = client.run(client.submit("only.pause_s=60"))
+    again = client.run(submit)
     assert again.returncode == 2
     assert "is running; `lt2 logs one-" in again.stderr
     assert all(psutil.pid_exists(pid) for pid in pids), "the job ended with its client"
@@ -183,11 +185,28 @@ def test_a_job_outlives_its_client_and_cancelling_frees_everything(client):
     assert client.run(client.command("logs", "one")).returncode == 143
 
     (client.folder / "mine.py").unlink()  # what resume needs is on record
+    (client.folder / "own/part.py").unlink()
     (client.trace / "go").touch()
     resumed = client.run(client.command("resume", "one", "--storage", str(client.root)))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "-attempt2" in resumed.stderr
     assert client.done()["attempt"] == 2
+
+
+def test_cancelling_lets_training_save(client):
+    command = client.command("submit", "mine.py:training", "--storage", str(client.root), "--no-follow")
+    data = write_dataset(client.folder / "data")
+    submitted = client.run([*command, "--set", f"train.data={data}"])
+    assert submitted.returncode == 0, submitted.stderr
+    wait_until(lambda: list(client.root.glob("steps/train-*/out/progress.json")), "training", 200)
+    stopped = client.run(client.command("cancel", "training"))
+    assert stopped.returncode == 0, stopped.stderr
+    (saved,) = client.root.glob("steps/train-*/out/checkpoints/*/COMPLETE")
+    step = int(saved.parent.name.removeprefix("step-"))
+    (attempt,) = client.root.glob("steps/train-*/attempts/1")
+    state, lease = (json.loads((attempt / f"{name}.json").read_text()) for name in ("state", "lease"))
+    error = f"stopped as asked after step {step} of 1000000, which is saved"
+    assert (state["state"], state["error"], lease["released"]) == ("interrupted", error, True)
 
 
 def test_the_exit_code_is_the_jobs(client):

@@ -20,6 +20,7 @@ from lt2.config import ConfigError
 from lt2_workflows.engine.records import json_bytes
 from lt2_workflows.graph import Workflow
 from lt2_workflows.provenance import SNAPSHOT, provenance
+from lt2_workflows.source_files import is_inside, is_python_file
 
 PACKAGES = ("lt2", "lt2_platform", "lt2_workflows", "lt2_dashboards")
 RECORD = "workflow.json"
@@ -80,7 +81,7 @@ def _ship_files(value: Any, work: Path) -> Any:
     """A copy of the record in which every existing `source` file in Python is shipped and named by its place there."""
     if isinstance(value, dict):
         return {
-            key: _ship_source(item, work) if key == "source" and _is_python_file(item) else _ship_files(item, work)
+            key: _ship_source(item, work) if key == "source" and is_python_file(item) else _ship_files(item, work)
             for key, item in value.items()
         }
     if isinstance(value, list):
@@ -88,15 +89,10 @@ def _ship_files(value: Any, work: Path) -> Any:
     return value
 
 
-def _is_python_file(value: Any) -> bool:
-    return isinstance(value, str) and value.endswith(".py") and Path(value).expanduser().is_file()
-
-
 def _ship_source(source: str, work: Path) -> str:
     # A relative path keeps its name, since a step's identity contains it.
     path = Path(source)
-    inside = not path.is_absolute() and ".." not in path.parts and not source.startswith("~")
-    if not inside:
+    if not is_inside(source):
         text = path.expanduser().read_bytes()
         return _copy(path.expanduser(), work, Path("files") / hashlib.sha256(text).hexdigest()[:8])
     return _copy(path, work, path.parent)

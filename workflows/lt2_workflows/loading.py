@@ -221,6 +221,9 @@ def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]
             raise ConfigError(f"{_place(path, lines, (key,))}: unknown key {key!r}{hint}")
     record = {"workflow": loaded["workflow"], "recipe_file": loaded.get("recipe_file"), "steps": _plain(steps)}
     if record["recipe_file"]:
+        kept = Path(path).with_name("recipe.py")  # what the engine recorded of it
+        if kept.is_file() and not Path(record["recipe_file"]).is_file():
+            record["recipe_file"] = str(kept)
         load_source(record["recipe_file"])
     return record, lines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,9 +43,13 @@ def submit(
 
     The job does not need this terminal: Ctrl-C or a closed lid leaves it running.
     """
+    from lt2_workflows import submit as jobs
     from lt2_workflows.loading import load_workflow
 
-    _submit(load_workflow(recipe, set_ or []), address, _shared_root(storage), python, no_follow)
+    workflow, root = load_workflow(recipe, set_ or []), _shared_root(storage)
+    client = jobs.connect(address)
+    job = jobs.submit(client, workflow, root, python)
+    _show(client, job, workflow, address, root, no_follow)
 
 
 def resume(
@@ -57,6 +62,7 @@ def resume(
     """Submit a recorded workflow again, on this cluster or another: what is finished is skipped."""
     from lt2.config import ConfigError
     from lt2_platform.storage import Storage
+    from lt2_workflows import submit as jobs
     from lt2_workflows.engine.records import list_workflows
     from lt2_workflows.loading import load_workflow
 
@@ -66,15 +72,20 @@ def resume(
     if len(found) > 1:
         raise ConfigError(f"{workflow!r} has several workflows, name one: {', '.join(found)}")
     folder = f"workflows/{found[0]}"
-    with tempfile.TemporaryDirectory(prefix="lt2-resume-") as place:
+    client = jobs.connect(address)
+    # In a folder of its own, where the files that the record names by relative paths are those that were recorded.
+    with tempfile.TemporaryDirectory(prefix="lt2-resume-") as place, chdir(place):
         record = store.read_json(f"{folder}/dag.json")
         if record["recipe_file"]:
             recipe_file = Path(place, "recipe.py")
             recipe_file.write_bytes(store.read_bytes(f"{folder}/recipe.py"))
             record["recipe_file"] = str(recipe_file)
+        for path in store.glob(f"{folder}/files/**/*.py"):
+            Storage(place).write_bytes(path.removeprefix(f"{folder}/files/"), store.read_bytes(path))
         Storage(place).write_json("dag.json", record)
         loaded = load_workflow(str(Path(place, "dag.json")))
-        _submit(loaded, address, store.root, python, no_follow)
+        job = jobs.submit(client, loaded, store.root, python)
+    _show(client, job, loaded, address, store.root, no_follow)
 
 
 def logs(job: JobArgument, address: AddressOption) -> None:
@@ -94,11 +105,8 @@ def cancel(job: JobArgument, address: AddressOption) -> None:
     typer.echo(f"{found} cancelled" if jobs.cancel(client, found) else f"{found} had ended before")
 
 
-def _submit(workflow: Workflow, address: str, root: str, python: str, no_follow: bool) -> None:
-    from lt2_workflows import submit as jobs
-
-    client = jobs.connect(address)
-    job = jobs.submit(client, workflow, root, python)
+def _show(client: JobSubmissionClient, job: str, workflow: Workflow, address: str, root: str, no_follow: bool) -> None:
+    """Say what was started, and follow it unless that is not wanted."""
     _warn_of_inputs(workflow, root)
     if no_follow:
         typer.echo(job)

@@ -8,6 +8,7 @@
     steps/<name>-<fp8>/out/                       what it made
     workflows/<id>/dag.json                       the resolved recipe, which can be replayed
     workflows/<id>/recipe.py                      the recipe's file, if it is not a shipped one
+    workflows/<id>/files/<path>                   Python files that configs name by this path, relative to the driver's
     workflows/<id>/events/<driver>.jsonl          what each driver saw happen
 
 To hold attempt n is to have created its lease.json. S3 has no reliable compare-and-swap, so a lease is never
@@ -33,6 +34,7 @@ from lt2_platform.step_records import ORPHAN_GRACE_S, attempt_state, is_stale, t
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.record_files import UnreadableRecordError, read_record
 from lt2_workflows.graph import Step, Workflow
+from lt2_workflows.source_files import is_inside, python_sources
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -50,6 +52,9 @@ def write_workflow(storage: Storage, workflow: Workflow) -> None:
     storage.create_exclusive(f"workflows/{workflow.id}/dag.json", json_bytes(record))
     if workflow.recipe_file:
         storage.create_exclusive(f"workflows/{workflow.id}/recipe.py", Path(workflow.recipe_file).read_bytes())
+    for source in dict.fromkeys(python_sources(record)):
+        if is_inside(source):
+            storage.create_exclusive(f"workflows/{workflow.id}/files/{source}", Path(source).read_bytes())
     for step in workflow.steps.values():
         identities = {need: workflow.steps[need].fingerprint for need in step.needs}
         spec = {
