@@ -16,7 +16,7 @@ from lt2_platform.step_records import died_here
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.engine.attempt import StepContext
-from lt2_workflows.sweeps.step import run_shared
+from lt2_workflows.sweeps.step import run_shared, run_trials
 from tests.workflows.conftest import FAKE_STEPS, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -87,6 +87,32 @@ def test_failing_and_worse_trials(tmp_path):
     table = (sweep_folder(root) / "out/table.txt").read_text()
     assert "failing lines=2" in table
     assert table in output
+
+
+def test_a_retry_takes_over_what_ended_and_the_schedulers_results(tmp_path, monkeypatch):
+    storage, started = Storage(str(tmp_path)), []
+
+    def context_of(retry):
+        options = [f"sweep.retry={retry}", "sweep.scheduler={type: asha, step: second, grace_steps: 4}"]
+        workflow = sweep_workflow(f"{FAKE_STEPS}:chain", options, ["second.lines=[2, 3, 4]"], None, {})
+        return StepContext(storage, workflow, workflow.steps["sweep"], lambda values: None)
+
+    def tune(config, jobs, context, folder):
+        started.append(list(jobs))
+        for name, state in zip(jobs, ["done", "failed", "stopped"] if config.retry == 0 else ["done"]):
+            storage.write_json(f"{folder}/{name}.json", {"name": name, "state": state, "run": None, "metrics": {}})
+            storage.write_json(f"{context.step.folder}/out/rungs/{name}.json", [{"step": 4, "loss": config.retry}])
+
+    monkeypatch.setattr("lt2_workflows.sweeps.tune.tune_trials", tune)
+    for retry in (0, 1):
+        context = context_of(retry)
+        config = context.step.config
+        workflows = {trial.name: trial.workflow for trial in config.expanded}
+        records = run_trials(config, workflows, context, {})
+    assert started == [["lines-2", "lines-3", "lines-4"], ["lines-3"]]
+    assert [record["state"] for record in records] == ["done", "done", "stopped"]
+    rungs = f"{context.step.folder}/out/rungs"
+    assert [storage.read_json(f"{rungs}/{name}")[0]["loss"] for name in storage.list(rungs)] == [0, 1, 0]
 
 
 def test_a_bad_shared_step_fails_once_and_by_name(tmp_path):

@@ -10,6 +10,7 @@ Tune's own state is thrown away with every attempt, as Ray Train's is: the truth
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from lt2_workflows.console import amount, table
 from lt2_workflows.engine.attempt import Interrupted, StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import TTL_S, read_done, step_state
-from lt2_workflows.graph import STEP_TYPES, Place, Workflow, step_type
+from lt2_workflows.graph import STEP_TYPES, Place, Workflow, fingerprint, step_type
 from lt2_workflows.inputs import places_of
 from lt2_workflows.sweeps.config import SweepStep, Trial, training_step
 
@@ -150,6 +151,8 @@ def run_trials(
 ) -> list[dict[str, Any]]:
     """Run what has no record yet; the records of all trials, in order."""
     folder = f"{context.step.folder}/out/trials"
+    if config.retry:
+        take_over(config, context)
     known = {name.removesuffix(".json") for name in context.storage.list(folder)}
     jobs = {}
     for trial in config.expanded:
@@ -171,6 +174,16 @@ def run_trials(
     records = [context.storage.read_json(f"{folder}/{trial.name}.json") for trial in config.expanded]
     log_to_runs(records, context)
     return records
+
+
+def take_over(config: SweepStep, context: StepContext) -> None:
+    """Give a sweep whose `retry` was raised the records of the one before, without those of the trials that failed."""
+    storage, before = context.storage, config.model_copy(update={"retry": config.retry - 1})
+    old, new = (f"{replace(context.step, fingerprint=fingerprint(each, {})).folder}/out" for each in (before, config))
+    for path in (*storage.glob(f"{old}/rungs/*.json"), *storage.glob(f"{old}/trials/*.json")):
+        record = storage.read_bytes(path)
+        if path.startswith(f"{old}/rungs") or json.loads(record)["state"] != "failed":
+            storage.create_exclusive(f"{new}{path.removeprefix(old)}", record)
 
 
 # The table
