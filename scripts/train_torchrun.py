@@ -3,8 +3,11 @@
 
     torchrun --nproc-per-node 8 scripts/train_torchrun.py --config pretrain.json --data DATASET --out RUN_FOLDER
 
-The config is JSON {"model": …, "train": …} (lt2_platform.train.config.PretrainConfig). The same command resumes;
-SIGTERM and Ctrl-C save first.
+The config is JSON {"model": …, "train": …} (lt2_platform.train.config.PretrainConfig); docs/training.md has one.
+The same command resumes; SIGTERM and Ctrl-C save first. --start begins with the weights of another run.
+
+With --teacher it is a stage of distillation, and the config {"mixer": …, "kept": …, "train": …}
+(lt2_platform.distill.run.DistillRun): the student begins as --student, or as the teacher itself.
 """
 
 from __future__ import annotations
@@ -24,10 +27,32 @@ sys.path[:0] = [str(ROOT), str(ROOT / "platform")]
 
 from lt2.config import ConfigError, explain  # noqa: E402
 from lt2.train.loop import PreemptedError  # noqa: E402
+from lt2_platform.distill.run import DistillRun, check_tokenizer, plan_stage  # noqa: E402
 from lt2_platform.storage import default_root  # noqa: E402
 from lt2_platform.train import run_folder, worker  # noqa: E402
-from lt2_platform.train.config import PretrainConfig  # noqa: E402
+from lt2_platform.train.checkpoints.checkpoint import read_info, resolve  # noqa: E402
+from lt2_platform.train.config import PretrainConfig, Sources  # noqa: E402
 from lt2_platform.train.reporting.wandb_sink import WandbSink  # noqa: E402
+
+
+def planned(arguments: argparse.Namespace) -> tuple[PretrainConfig, Sources]:
+    """What to train, and the models it begins with or learns from. Raises ConfigError where they do not fit."""
+    text = Path(arguments.config).read_text()
+    if arguments.teacher is None:
+        for option in ("student", "topk"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(f"--{option} is for a stage of distillation; give its --teacher as well")
+        config = PretrainConfig.model_validate_json(text)
+        if config.train.objective.needs_teacher:
+            raise ConfigError(f"{arguments.config}: train.objective {config.train.objective.type} needs a --teacher")
+        if arguments.start is not None:
+            check_tokenizer(read_info(resolve(arguments.start)).tokenizer, arguments.data, arguments.start)
+        return config, Sources(start=arguments.start)
+    if arguments.start is not None:
+        raise ConfigError("--start with --teacher: what a stage of distillation begins with is its --student")
+    stage = DistillRun.model_validate_json(text)
+    models = {name: getattr(arguments, name) for name in ("teacher", "student", "topk")}
+    return plan_stage(stage, **models, data=arguments.data)
 
 
 def main() -> int:
@@ -35,6 +60,10 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="JSON file")
     parser.add_argument("--data", required=True, help="packed dataset, local or s3://")
     parser.add_argument("--out", required=True, help="run folder, local or s3://")
+    parser.add_argument("--start", help="run or checkpoint whose weights it begins with, of a model of the same sizes")
+    parser.add_argument("--teacher", help="run or checkpoint to distil from")
+    parser.add_argument("--student", help="run or checkpoint of an earlier stage (default: the teacher)")
+    parser.add_argument("--topk", help="the teacher's stored top-k, in place of asking it")
     parser.add_argument("--storage", default=default_root(), help="root of the results store")
     parser.add_argument("--run-id", default=None, help="name in the results store (default: the run folder's name)")
     parser.add_argument(
@@ -51,7 +80,7 @@ def main() -> int:
     if world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
-        config = PretrainConfig.model_validate_json(Path(arguments.config).read_text())
+        config, sources = planned(arguments)
         spec = run_folder.open_run(
             config,
             data=arguments.data,
@@ -60,6 +89,7 @@ def main() -> int:
             storage_root=arguments.storage,
             num_workers=world_size,
             profile_steps=tuple(arguments.profile_steps) if arguments.profile_steps else None,
+            sources=sources,
         )
         # One rank's curve is everybody's.
         rank_zero = int(os.environ.get("RANK", 0)) == 0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import model_validator
+
 from lt2.config import AnyMixer, Config, ConfigError, KeptLayout, ModelConfig
 from lt2.mixer_configs import GatedDeltaNetConfig
 from lt2.train.config import TrainConfig
@@ -28,6 +30,12 @@ class DistillRun(Config):
     mixer: AnyMixer | None = None
     kept: tuple[int, ...] | None = None
     train: TrainConfig
+
+    @model_validator(mode="after")
+    def _check(self) -> DistillRun:
+        if self.train.objective.type == "next_token":
+            raise ValueError("train.objective is next_token; give align (stage 1) or distill (stages 2 and 3)")
+        return self
 
 
 def stage_config(run: DistillRun, teacher: ModelConfig, student: ModelConfig | None) -> PretrainConfig:

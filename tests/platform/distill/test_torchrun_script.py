@@ -1,0 +1,84 @@
+"""scripts/train_torchrun.py with models to begin with or to learn from."""
+
+import json
+import re
+import runpy
+import sys
+
+import pytest
+import torch
+
+from lt2_platform.distill.teacher import identity
+from lt2_platform.train.config import PretrainConfig
+from tests.platform.distill.stages import ALIGN, GDN, run_stage, weights, write_teacher
+from tests.platform.train.packed import MODEL, train_config
+from tests.platform.train.test_worker import losses
+from tests.ranks import ROOT
+
+TEACHER_MODEL = MODEL | {"layout": {"type": "uniform", "mixer": {"type": "full"}}}
+TRAIN = train_config().model_dump(mode="json")
+PRETRAIN = {"model": TEACHER_MODEL, "train": TRAIN}
+STAGE_ONE = {"mixer": GDN, "train": TRAIN | {"objective": ALIGN}}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """With the run `teacher`, and its data."""
+    root = tmp_path_factory.mktemp("torchrun")
+    write_teacher(root)
+    return root
+
+
+@pytest.fixture
+def script(root, monkeypatch):
+    """Call the script with a config and options; returns its exit code."""
+    main = runpy.run_path(str(ROOT / "scripts/train_torchrun.py"))["main"]
+
+    def call(config, *options, out):
+        (root / "config.json").write_text(json.dumps(config))
+        places = {"config": root / "config.json", "data": root / "data", "out": root / out, "storage": root}
+        named = [part for name, place in places.items() for part in (f"--{name}", str(place))]
+        monkeypatch.setattr(sys, "argv", ["train_torchrun.py", *named, "--wandb", "off", *map(str, options)])
+        return main()
+
+    return call
+
+
+def test_it_begins_with_the_weights_of_another_run(root, script):
+    assert script(PRETRAIN, "--start", root / "teacher", out="more") == 0
+    recorded = json.loads((root / "more/pretrain.json").read_text())
+    assert recorded["sources"] == {"start": identity(str(root / "teacher"))}
+    first, went_on = losses(root, "teacher"), losses(root, "more")
+    assert went_on[1] < first[4]  # it does not begin again where the teacher did
+
+
+def test_a_stage_of_distillation_is_the_one_that_a_step_runs(root, script):
+    expected = weights(run_stage(root, "align", ALIGN, teacher=str(root / "teacher")))
+    assert script(STAGE_ONE, "--teacher", root / "teacher", out="aligned") == 0
+    found = weights(str(root / "aligned"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (STAGE_ONE, ["--teacher", "teacher", "--start", "teacher"], "what a stage of distillation begins with"),
+        (PRETRAIN, ["--student", "teacher"], "--student is for a stage of distillation; give its --teacher as well"),
+        (PRETRAIN | {"train": TRAIN | {"objective": {"type": "distill"}}}, [], "objective distill needs a --teacher"),
+        ({"train": TRAIN}, ["--teacher", "teacher"], "give align (stage 1) or distill (stages 2 and 3)"),
+        (PRETRAIN, ["--start", "nothing"], "nothing"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_anything_is_written(
+    root, script, config, options, message, capsys
+):
+    placed = [option if option.startswith("--") else root / option for option in options]
+    assert script(config, *placed, out="refused") == 2
+    assert message in capsys.readouterr().err
+    assert not (root / "refused").exists()
+
+
+def test_the_config_in_the_documentation_is_one():
+    (written,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    PretrainConfig.model_validate_json(written)
