@@ -57,10 +57,24 @@ class Terminated(KeyboardInterrupt):
 
 
 @app.command()
-def recipes() -> None:
-    """List the shipped recipes."""
-    from lt2_workflows.loading import shipped_recipes
+def recipes(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="As for `lt2 run`: lists its settings instead.")
+    ] = None,
+    step: Annotated[str | None, typer.Argument(metavar="STEP", help="Only this step's.")] = None,
+    set_: SetOption = None,
+) -> None:
+    """List the shipped recipes, or every setting of one with its value: what `--set` takes."""
+    from lt2.config import ConfigError
+    from lt2_workflows.loading import load_workflow, nearest, shipped_recipes
+    from lt2_workflows.settings import describe_settings
 
+    if recipe is not None:
+        workflow = load_workflow(recipe, set_ or [])
+        if step is not None and step not in workflow.configs:
+            raise ConfigError(f"{recipe} has no step {step!r}{nearest(step, workflow.configs)}")
+        typer.echo(describe_settings(workflow, step))
+        return
     found = sorted(shipped_recipes().items())
     width = max(len(name) for name, _ in found)
     for name, function in found:

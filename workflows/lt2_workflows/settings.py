@@ -1,0 +1,71 @@
+"""Everything that `--set` can change in a workflow, as text: each key, its value, and what else it takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from lt2.config import Config
+from lt2.extension import Extension
+from lt2_workflows.graph import Workflow
+
+
+def describe_settings(workflow: Workflow, step: str | None = None) -> str:
+    """One block per step (or of the one that is named): what it is, then a line per key."""
+    blocks = []
+    for name, config in workflow.configs.items():
+        if step not in (None, name):
+            continue
+        about = (type(config).__doc__ or "").strip().splitlines() or [""]
+        found = [row for row in _rows(name, config, config.model_dump(mode="json")) if row[0] != f"{name}.type"]
+        width = max(len(f"{key}={value}") for key, value, _ in found)
+        lines = [f"  {f'{key}={value}':<{min(width, 64)}}  {others}".rstrip() for key, value, others in found]
+        blocks.append("\n".join([f"{name} ({config.type}): {about[0]}", *lines]))
+    return "\n\n".join(blocks)
+
+
+def _rows(key: str, config: Config, plain: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(key, value, other values it takes) of every field, those of configs inside it too. plain: the config as JSON."""
+    for name, field in type(config).model_fields.items():
+        value, here = getattr(config, name), f"{key}.{name}"
+        if not isinstance(value, Config):
+            others = (
+                _kinds(config) if name == "type" else [each for each in _literals(field.annotation) if each != value]
+            )
+            yield here, _text(plain[name]), _either(others)
+            continue
+        tags = _tags(field.annotation)
+        for inner, text, others in _rows(here, value, plain[name]):
+            is_kind = inner == f"{here}.type" and tags
+            yield inner, text, _either([tag for tag in tags if tag != text]) if is_kind else others
+
+
+def _text(value: Any) -> str:
+    """As `--set` takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _either(values: list[Any]) -> str:
+    return f"or {', '.join(_text(value) for value in values)}" if values else ""
+
+
+def _literals(annotation: Any) -> list[Any]:
+    """The values of the Literals in an annotation."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for part in get_args(annotation) for value in _literals(part)]
+
+
+def _tags(annotation: Any) -> list[str]:
+    """The `type`s of the configs that an annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, Config) and not issubclass(annotation, Extension):
+        tag = annotation.model_fields.get("type")
+        return [tag.default] if tag is not None and isinstance(tag.default, str) else []
+    return [tag for part in get_args(annotation) for tag in _tags(part)]
+
+
+def _kinds(config: Config) -> list[str]:
+    """The kinds of an open config: of mixers, objectives, sources or tasks."""
+    base = next((cls for cls in type(config).__mro__ if "noun" in cls.__dict__), None)
+    return [] if base is None else sorted(base.kinds)  # type: ignore[attr-defined]
