@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
@@ -67,21 +68,32 @@ def check_mixer(
 
 
 def load_mixer(target: str, fields: Mapping[str, Any]) -> MixerConfig:
-    """The config that `target`, "path.py:Class" or a registered type, names."""
-    path, colon, name = target.rpartition(":")
+    """The config that `target` names: "path.py:Class", "path.py" where that file defines one, or a registered type."""
+    path, _, name = (target + ":" if target.endswith(".py") else target).rpartition(":")
     try:
-        if not colon:
+        if not path:
             if target not in mixer_types():
                 raise ConfigError(
                     f"no mixer {target!r}; give path.py:MyMixerConfig or one of {', '.join(mixer_types())}"
                 )
             return mixer_types()[target](**fields)
-        cls = getattr(load_source(path), name, None)
-        if not (isinstance(cls, type) and issubclass(cls, MixerConfig)):
-            raise ConfigError(f"{path} defines no MixerConfig named {name!r}")
+        own = mixers_in(load_source(path))
+        if name not in own and (name or len(own) != 1):
+            there = f"it has {', '.join(own)}" if own else "it has none; see docs/extending.md"
+            raise ConfigError(f"{path} defines no MixerConfig named {name!r}; {there}" if name else f"{path}: {there}")
+        cls = own[name] if name else next(iter(own.values()))
         return cls(source=path, **fields)
     except ValidationError as error:
         raise ConfigError(explain(error, target)) from error
+
+
+def mixers_in(module: ModuleType) -> dict[str, type[MixerConfig]]:
+    """The mixers that a file of one's own defines, by the name of their class."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, MixerConfig) and value.__module__ == module.__name__
+    }
 
 
 def run_check(name: str, check: Callable[[Sample], float], sample: Sample) -> Check:

@@ -39,17 +39,18 @@ def bench_layers(
     `cache_bytes` that layer's cache. Times are medians of `repeats` after one warm-up. Out of memory is a result.
 
     Raises:
-        ConfigError: a mixer that cannot be built at this shape.
+        ConfigError: a mixer that cannot be built at this shape, before any is measured.
     """
-    for fields in mixers:
-        for seq_len in seq_lens:
-            model = one_layer(fields, dim, num_heads, seq_len + 2 * decode_steps).to(device=device, dtype=dtype)
-            row = {"mixer": name(fields), "seq_len": seq_len, "batch": batch}
-            try:
-                yield row | measure(model, batch, seq_len, repeats, decode_steps)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                yield row | {"out_of_memory": True}
+    points = [(fields, seq_len) for fields in mixers for seq_len in seq_lens]
+    configs = [one_layer(fields, dim, num_heads, seq_len + 2 * decode_steps) for fields, seq_len in points]
+    for (fields, seq_len), config in zip(points, configs):
+        model = build(config).to(device=device, dtype=dtype)
+        row = {"mixer": name(fields), "seq_len": seq_len, "batch": batch}
+        try:
+            yield row | measure(model, batch, seq_len, repeats, decode_steps)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            yield row | {"out_of_memory": True}
 
 
 def name(fields: dict[str, Any]) -> str:
@@ -58,9 +59,9 @@ def name(fields: dict[str, Any]) -> str:
     return fields["type"] + (f"({rest})" if rest else "")
 
 
-def one_layer(fields: dict[str, Any], dim: int, num_heads: int, max_seq_len: int) -> LoopedLM:
+def one_layer(fields: dict[str, Any], dim: int, num_heads: int, max_seq_len: int) -> ModelConfig:
     try:
-        config = ModelConfig(
+        return ModelConfig(
             vocab_size=8,
             dim=dim,
             num_heads=num_heads,
@@ -72,7 +73,6 @@ def one_layer(fields: dict[str, Any], dim: int, num_heads: int, max_seq_len: int
         )
     except ValidationError as error:
         raise ConfigError(explain(error, name(fields))) from error
-    return build(config)
 
 
 def measure(model: LoopedLM, batch: int, seq_len: int, repeats: int, decode_steps: int) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_bad_requests_are_user_errors(source, tmp_path):
         check_mixer("gnd")
     with pytest.raises(ConfigError, match="absent.py' does not exist"):
         check_mixer(f"{tmp_path}/absent.py:X")
-    with pytest.raises(ConfigError, match="defines no MixerConfig named 'MovingSum'"):
+    with pytest.raises(ConfigError, match="no MixerConfig named 'MovingSum'; it has MovingSumConfig"):
         check_mixer(f"{source}:MovingSum")
     with pytest.raises(ConfigError, match="unknown key 'falt'; did you mean 'fault'"):
         check_mixer(f"{source}:MovingSumConfig", fields={"falt": "x"})
@@ -132,3 +132,10 @@ def test_a_missing_source_is_named(tmp_path):
     sizes = {"vocab_size": 5, "dim": 8, "n_layers": 1, "num_heads": 1}
     with pytest.raises((ConfigError, ValidationError), match="gone.py' does not exist"):
         ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": mixer}})
+
+
+def test_a_file_with_one_mixer_is_enough_to_name_it(source, tmp_path):
+    assert check_mixer(str(source)).mixer == "moving_sum"
+    (tmp_path / "none.py").write_text("from lt2.config import MixerConfig\n")
+    with pytest.raises(ConfigError, match="none.py: it has none; see docs/extending.md"):
+        check_mixer(str(tmp_path / "none.py"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -93,6 +94,18 @@ def test_diagnose_reads_what_the_run_was_trained_on(tmp_path):
     assert {(row["loop"], row["layer"]) for row in rows} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     error = invoke("diagnose", str(tmp_path / "steps/train-1/out"), "--storage", str(tmp_path / "other")).exception
     assert "give --data" in str(error)
+
+
+def test_bench_mixers_takes_a_mixer_of_ones_own_and_measures_none_before_all_are_known(tmp_path):
+    own = "examples/deltaproduct.py:DeltaProductConfig"
+    options = ["bench", "mixers", "--dim", "32", "--heads", "2", "--seq-len", "128", "--device", "cpu"]
+    result = invoke(*options, "--mixers", f"full,{own}")
+    assert result.exit_code == 0, result.output
+    assert "deltaproduct" in result.output
+    with patch("lt2.analysis.layer_bench.measure", side_effect=AssertionError("too early")):
+        error = invoke(*options, "--mixers", '[{"type": "gdn"}, {"type": "window", "window": -1}]').exception
+    assert isinstance(error, ConfigError), error
+    assert "window" in str(error)
 
 
 def test_bench_mixers_refuses_a_shape_that_cannot_be_built():

@@ -136,7 +136,10 @@ def bench_mixers(
     num_heads: Annotated[int, typer.Option("--heads", min=1)] = 16,
     seq_len: Annotated[int, typer.Option(min=128, help="The longest; lengths double from 512 up to it.")] = 8192,
     mixers: Annotated[
-        str, typer.Option(help='Comma-separated types, or a JSON list like [{"type": "window", "window": 512}].')
+        str,
+        typer.Option(
+            help='Comma-separated types or path.py:MyMixerConfig, or JSON: [{"type": "window", "window": 512}].'
+        ),
     ] = DEFAULT_MIXERS,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
@@ -156,7 +159,7 @@ def bench_mixers(
         Storage(storage).check_writable()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     listed = mixers.lstrip().startswith("[")
-    chosen = read_json(mixers, "--mixers") if listed else [{"type": mixer} for mixer in mixers.split(",")]
+    chosen = read_json(mixers, "--mixers") if listed else [_named(mixer) for mixer in mixers.split(",")]
     if not any(fields.get("type") == "full" for fields in chosen):
         chosen = [{"type": "full"}, *chosen]
     lengths = doubling(min(512, seq_len), seq_len)
@@ -183,6 +186,14 @@ def bench_mixers(
     if out is not None:
         out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
         plot(rows, out.with_suffix(".png"), f"dim {dim}, {num_heads} heads, batch {batch}, {where}")
+
+
+def _named(mixer: str) -> dict[str, Any]:
+    """The fields of "gdn" or "path.py:MyMixerConfig"."""
+    from lt2.analysis.check_mixer import load_mixer
+
+    config = load_mixer(mixer.strip(), {})
+    return {"type": config.type} | ({"source": config.source} if config.source else {})
 
 
 def store_bench(root: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
