@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import main
 from tests.workflows.conftest import FAKE_STEPS
@@ -215,6 +216,41 @@ def test_bad_input_of_the_quickstart_leaves_nothing_behind(setting, message, tmp
 
 def test_results_of_an_empty_store(tmp_path):
     assert json.loads(lt2("results", "--json", "--storage", str(tmp_path)).stdout) == []
+
+
+def test_results_are_a_block_per_run_and_can_be_narrowed(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for seed in (1, 2):
+        with store.create_run(f"r{seed}", {"config": {"train": {"seed": seed}, "long": "x" * seed}}) as writer:
+            writer.log(8, {"loss": 2.0, "lr": 0.1})
+    shown = lt2("results", "--storage", str(tmp_path)).stdout
+    assert "r1\n  long=x  train.seed=1\nmetric" in shown
+    assert [line.split() for line in shown.splitlines() if line.startswith("loss")] == [
+        ["loss", "8", "2", "nats/token"]
+    ] * 2
+    one = lt2("results", "r2", "--metric", "l?", "--storage", str(tmp_path)).stdout
+    assert one.splitlines()[0] == "r2"
+    assert "lr " in one
+    assert "loss" not in one
+    assert "r1" not in one
+    assert json.loads(lt2("results", "r2", "--metric", "acc*", "--json", "--storage", str(tmp_path)).stdout) == []
+    refused = lt2("results", "r3", "--storage", str(tmp_path))
+    assert refused.returncode == 2
+    assert "no run or workflow 'r3' with numbers; runs in" in refused.stderr
+
+
+def test_status_shows_the_newest_workflow_last_and_long_errors_at_the_end(tmp_path):
+    storage = Storage(str(tmp_path))
+    for name, ended, error in (("old-2", 1000.0, None), ("new-1", 2000.0, "x" * 300)):
+        storage.write_json(f"workflows/{name}/dag.json", {"workflow": name[:3], "ids": {"only": f"only-{name}"}})
+        storage.write_json(f"steps/only-{name}/spec.json", {"needs": {}, "config": {"type": "fake"}})
+        storage.write_json(
+            f"steps/only-{name}/attempts/1/state.json", {"state": "failed", "ended": ended, "error": error}
+        )
+    shown = lt2("status", "--storage", str(tmp_path)).stdout
+    assert shown.index("old-2") < shown.index("new-1")
+    assert "1970-01-01 00:33" in shown
+    assert shown.index("attempts/1/log", shown.index("only-new-1")) < shown.index("x" * 300)
 
 
 def test_generate_without_a_checkpoint(tmp_path):

@@ -18,7 +18,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from lt2_platform.results import index as index_files
 from lt2_platform.results.curves import encode, last_written, rows_table
 from lt2_platform.results.index import Index
 from lt2_platform.results.parts import list_parts, part_name, read_curves, read_parts, write_curves
-from lt2_platform.results.tables import RunInfo, flatten
+from lt2_platform.results.tables import UNITS, RunInfo, flatten
 from lt2_platform.storage import Storage
 
 __all__ = ["Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
@@ -155,29 +155,31 @@ class ResultsStore:
         table, _, problems = read_curves(self.storage, run_id)
         return Curves(table, tuple(problems))
 
-    def results(self) -> list[dict[str, Any]]:
-        """Rows {run, step, metric, value, config}: the last value of every metric, summaries and evaluations.
+    def results(self, runs: Collection[str] | None = None) -> list[dict[str, Any]]:
+        """Rows {run, step, metric, value, unit, config}: the last value of every metric, summaries and evaluations.
 
-        `config` holds only what differs between the runs of the store.
+        runs: only theirs. `config` holds only what differs between the runs; `unit` is "" where there is none.
         """
         index = self.index()
-        differs = differences({run_id: run.config for run_id, run in index.runs.items()})
+        chosen = [run for run in index.runs if runs is None or run in runs]
+        differs = differences({run: index.runs[run].config for run in chosen})
         return [
-            {"run": run_id, "step": step, "metric": metric, "value": value, "config": differs.get(run_id, {})}
-            for run_id, step, metric, value in _result_rows(index)
+            {"run": run, "step": step, "metric": metric, "value": value, "unit": unit, "config": differs.get(run, {})}
+            for run, step, metric, value, unit in _result_rows(index)
+            if runs is None or run in runs
         ]
 
 
-def _result_rows(index: Index) -> Iterator[tuple[str, int | None, str, float]]:
+def _result_rows(index: Index) -> Iterator[tuple[str, int | None, str, float, str]]:
     for run_id, run in sorted(index.runs.items()):
         for metric, (step, value) in sorted(run.last.items()):
-            yield run_id, step, metric, value
+            yield run_id, step, metric, value, UNITS.get(metric, "")
         for metric, value in sorted(flatten(run.summary or {}).items()):
             if _is_number(value) and metric not in run.last:
-                yield run_id, run.step, f"summary.{metric}", float(value)
+                yield run_id, run.step, f"summary.{metric}", float(value), ""
     for run_id, name, row in index.evals:
         if _is_number(row.get("value")) and "layer" not in row:  # readings inside a model are no results of it
-            yield run_id, row.get("step"), result_name(name, row), float(row["value"])
+            yield run_id, row.get("step"), result_name(name, row), float(row["value"]), row.get("unit") or ""
 
 
 def result_name(evaluation: str, row: Mapping[str, Any]) -> str:

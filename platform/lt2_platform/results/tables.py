@@ -16,6 +16,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+UNITS = {
+    **dict.fromkeys(["loss", "ce", "validation_loss", "kl"], "nats/token"),
+    **dict.fromkeys(["step_time", "data_wait", "save_stall"], "s"),
+    "tokens_per_s": "tokens/s",
+    "peak_memory_gb": "GB",
+}
+"""Of the metrics that training logs."""
+
 STALE_SECONDS = 300.0  # a live writer speaks at least every minute
 
 _TEXT, _INT, _FLOAT = pa.string(), pa.int64(), pa.float64()

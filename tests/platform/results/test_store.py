@@ -67,11 +67,15 @@ def test_results_rows_name_what_differs(local):
         with local.create_run(f"r{seed}", {"config": {"train": {"seed": seed, "steps": 9}}}) as writer:
             writer.log(8, {"loss": loss})
             writer.close({"tokens": 10, "note": "x"})
-    local.log_eval("r1", "ppl", [{"task": "val", "metric": "ppl", "value": 7.0, "step": 8}])
+    local.log_eval("r1", "speed", [{"task": "t", "metric": "decode", "value": 7.0, "step": 8, "unit": "tokens/s"}])
     rows = local.results()
-    assert {"run": "r1", "step": 8, "metric": "loss", "value": 2.0, "config": {"train.seed": 1}} in rows
-    assert {"run": "r2", "step": 8, "metric": "summary.tokens", "value": 10.0, "config": {"train.seed": 2}} in rows
-    assert {"run": "r1", "step": 8, "metric": "ppl/val/ppl", "value": 7.0, "config": {"train.seed": 1}} in rows
+    first, second = {"run": "r1", "step": 8}, {"run": "r2", "step": 8}
+    one, two = {"config": {"train.seed": 1}}, {"config": {"train.seed": 2}}
+    assert first | {"metric": "loss", "value": 2.0, "unit": "nats/token"} | one in rows
+    assert second | {"metric": "summary.tokens", "value": 10.0, "unit": ""} | two in rows
+    assert first | {"metric": "speed/t/decode", "value": 7.0, "unit": "tokens/s"} | one in rows
+    assert {row["run"] for row in local.results(["r2"])} == {"r2"}
+    assert not any(row["config"] for row in local.results(["r2"]))  # of one run alone nothing differs
 
 
 def test_parts_are_flushed_on_time_and_size_and_at_the_end(local, monkeypatch):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import time
+from fnmatch import fnmatchcase
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lt2_workflows.commands.evaluation import JsonOption, StorageOption
 
 if TYPE_CHECKING:
+    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
 
 
@@ -20,7 +24,7 @@ def status(
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Show every workflow's steps: state, attempts, errors, logs."""
+    """Show every workflow's steps: state, attempts, errors, logs; the newest last."""
     from lt2_workflows.console import table
     from lt2_workflows.engine.records import list_workflows
 
@@ -31,12 +35,24 @@ def status(
         return
     if not found:
         typer.echo(f"no workflows yet in {root.root}")
-    for item in found:
+    for item in sorted(found, key=_when):
         if workflow is None and "part_of" in item:
             continue
-        typer.echo(f"{item['id']}")
         steps = item["steps"] if "error" not in item else [{"state": "unreadable", "error": item["error"]}]
-        typer.echo(table(steps, ["name", "state", "attempt", "id", "error", "log"]) + "\n")
+        shown = [step | {"ended (UTC)": _time(step.get("ended"))} for step in steps]
+        columns = ["name", "state", "attempt", "ended (UTC)", "id", "log"]
+        columns += ["error"] * any(step["error"] for step in steps)  # last: it may be long
+        typer.echo(f"{item['id']}\n{table(shown, columns)}\n")
+
+
+def _when(workflow: dict[str, Any]) -> tuple[float, str]:
+    """Sorts by the end of the last step to end; a workflow that runs is the newest."""
+    ends = [float("inf") if step["state"] == "running" else step["ended"] or 0.0 for step in workflow["steps"]]
+    return max(ends, default=0.0), workflow["id"]
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
 def report(
@@ -50,17 +66,60 @@ def report(
     typer.echo(root.join(write_report(root, workflow), "report.html"))
 
 
-def results(storage: StorageOption = None, json_: JsonOption = False) -> None:
-    """Show the numbers of every run: run, step, metric, value, and how the runs' configs differ."""
+def results(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs or workflows. [default: all of the store]")
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option("--metric", metavar="PATTERN", help="Only these, e.g. 'loss' or 'validation/*'.")
+    ] = None,
+    storage: StorageOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Show the numbers of runs: metric, step, value, unit, and how the runs' configs differ."""
     from lt2_platform.results.store import ResultsStore
     from lt2_workflows.console import table
 
-    rows = ResultsStore(readable(storage)).results()
+    root = readable(storage)
+    store = ResultsStore(root)
+    rows = store.results(_runs(root, store, runs) if runs else None)
+    if metrics is not None:
+        rows = [row for row in rows if fnmatchcase(row["metric"], metrics)]
     if json_:
         typer.echo(json.dumps(rows, indent=2))
         return
-    shown = [row | {"config": row["config"] or None} for row in rows]
-    typer.echo(table(shown, ["run", "step", "metric", "value", "config"]))
+    if not rows:
+        typer.echo("(nothing yet)" if metrics is None else f"(no metric {metrics})")
+    for run in dict.fromkeys(row["run"] for row in rows):
+        mine = [row for row in rows if row["run"] == run]
+        typer.echo(run)
+        if differs := _settings(mine[0]["config"]):
+            typer.echo(fill(differs, 120, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+        typer.echo(table(mine, ["metric", "step", "value", "unit"]) + "\n")
+
+
+def _runs(root: Storage, store: ResultsStore, names: list[str]) -> set[str]:
+    """The runs that names of runs and of workflows stand for. Raises ConfigError for one that is neither."""
+    from lt2.config import ConfigError
+    from lt2_workflows.engine.records import list_workflows
+
+    index = store.index()
+    known = {*index.runs, *(run for run, _, _ in index.evals)}
+    found = {name for name in names if name in known}
+    workflows = list_workflows(root) if found != set(names) else []
+    for name in set(names) - found:
+        steps = [step["id"] for each in workflows if name in (each["id"], each["name"]) for step in each["steps"]]
+        if not known.intersection(steps):
+            raise ConfigError(
+                f"no run or workflow {name!r} with numbers; runs in {root.root}: {', '.join(sorted(known))}"
+            )
+        found |= known.intersection(steps)
+    return found
+
+
+def _settings(config: dict[str, Any]) -> str:
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in config.items()}
+    return "  ".join(f"{key}={value}" for key, value in shown.items() if value != "null")
 
 
 def readable(root: str | None, *, new: bool = False) -> Storage:
