@@ -70,7 +70,7 @@ def test_policies_that_a_run_cannot_have_are_left_out():
 def test_bad_requests_are_named():
     with pytest.raises(ConfigError, match="unknown card 'h10'; choose one of B200, H200, H100 PCIe"):
         described(card="h10")
-    with pytest.raises(ConfigError, match="global_batch_size 64 is not divisible by 7 cards"):
+    with pytest.raises(ConfigError, match="64 is not divisible by 7 cards; plan with --count 4 or 8, or set"):
         described(count=7)
     assert find_card("h100 pcie") == "H100 PCIe"
 

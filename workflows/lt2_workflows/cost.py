@@ -52,8 +52,14 @@ class Hardware:
 def describe_cost(run: Training, hardware: Hardware) -> str:
     """Tables for a terminal. Raises ConfigError for an unknown card and a batch that `count` does not divide."""
     card, count, train = find_card(hardware.card), hardware.count, run.train
-    if train.global_batch_size % count:
-        raise ConfigError(f"train.global_batch_size {train.global_batch_size} is not divisible by {count} cards")
+    batch = train.global_batch_size
+    if batch % count:
+        fitting = [n for n in range(1, batch + 1) if batch % n == 0]
+        near = {max(n for n in fitting if n <= count), min((n for n in fitting if n >= count), default=batch)}
+        raise ConfigError(
+            f"train.global_batch_size {batch} is not divisible by {count} cards; plan with --count "
+            f"{' or '.join(map(str, sorted(near)))}, or set train.global_batch_size to a multiple of {count}"
+        )
     rows, micro = train.rows(count)
     size, cards = CARD_BYTES[card], f"{count} x {card}"
     keep = keeps_gathered(run.model, train, run.seq_len, workers=count, card_bytes=size, teacher=run.teacher)
