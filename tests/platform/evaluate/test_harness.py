@@ -156,6 +156,8 @@ def test_generation_is_greedy_ends_at_a_stop_string_and_ignores_its_neighbours(t
     mark = found[1][2:4]
     (stopped,) = lm.generate_until(asked("generate_until", (prompts[1], {"until": [mark], "max_gen_toks": 12})))
     assert stopped == found[1].split(mark)[0]
+    with pytest.raises(ConfigError, match="300 tokens are to be generated in a window of 256; give a max_length above"):
+        lm.generate_until(asked("generate_until", ("a", {"max_gen_toks": 300})))
     with pytest.raises(ConfigError, match="only greedy"):
         lm.generate_until(asked("generate_until", ("a", {"temperature": 0.7})))
 
