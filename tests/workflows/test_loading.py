@@ -65,6 +65,11 @@ def test_setting_the_same_type_keeps_its_siblings():
         (f"{FAKE_STEPS}:chian", [], "has no function 'chian'; did you mean 'chain'"),
         (FAKE_STEPS, [], f"say which of its functions is the recipe, {FAKE_STEPS}:NAME (known: "),
         ("missing.yaml", [], "recipe record missing.yaml does not exist"),
+        (
+            CHAIN,
+            ["first.zzzzzz=3"],
+            "first.zzzzzz: unknown key 'zzzzzz'; `lt2 recipes RECIPE first` lists the settings",
+        ),
         (CHAIN, ["first.lnies=3"], "first.lnies: unknown key 'lnies'; did you mean 'lines'?"),
         (CHAIN, ["frist.lines=3"], "--set frist.lines: unknown step 'frist'; did you mean 'first'?"),
         (CHAIN, ["first.lines=many"], "first.lines: Input should be a valid integer"),

@@ -262,6 +262,8 @@ def _explain(error: ValidationError, step: str, raw: Any, source: str, lines: di
         keys = _keys(item["loc"], raw)
         where = ".".join(str(part) for part in item["loc"]) or "config"
         message = " ".join(problem.removeprefix(f"{where}: ").split())
+        if item["type"] == "extra_forbidden" and "did you mean" not in message:
+            message += f"; `lt2 recipes RECIPE {step}` lists the settings"
         found.append(f"{_place(source, lines, ('steps', step, *keys))}: {'.'.join((step, *keys))}: {message}")
     return found
 

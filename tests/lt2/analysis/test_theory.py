@@ -179,9 +179,9 @@ def test_residual_horizon_is_the_papers_example():
     assert theory.residual_horizon(512, alpha=0.95, epsilon=1e-2) / 512 == pytest.approx(1.54, abs=0.01)
 
 
-def test_the_examples_of_the_page_on_theory_run_as_printed():
-    page = Path(__file__).parents[3] / "docs" / "theory.md"
-    found = doctest.testfile(str(page), module_relative=False)
+@pytest.mark.parametrize("page", ["theory.md", "python.md"])
+def test_the_examples_of_a_page_run_as_printed(page):
+    found = doctest.testfile(str(Path(__file__).parents[3] / "docs" / page), module_relative=False)
     assert found.failed == 0
     assert found.attempted >= 10
 

@@ -199,3 +199,10 @@ def test_a_file_that_may_not_be_read(folder, no_ray, monkeypatch):
     monkeypatch.setattr(sources, "version_of", refused)  # tests may run as root, who may read everything
     with pytest.raises(ConfigError, match=r"good\.txt cannot be read \(Permission denied\); make it readable or"):
         prepare(PrepareConfig(source=f"{folder}/good.txt"), str(folder / "out"))
+
+
+def test_json_lines_that_are_read_as_parquet_are_told_how_to_say_so(tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
+    config = PrepareConfig.model_validate({"source": {"type": "openthoughts", "path": str(tmp_path / "chat.jsonl")}})
+    with pytest.raises(ConfigError, match="if it is JSON lines, set format: jsonl of the source"):
+        prepare(config, str(tmp_path / "out"))

@@ -137,3 +137,13 @@ def test_prepare_checks_every_path_of_a_mixture(tmp_path):
     )
     with pytest.raises(ConfigError, match=rf"^source {tmp_path}/nope does not exist; give a file, a folder"):
         look_at(PrepareStep.model_validate({"source": {"type": "mixture", "sources": shares}}), tmp_path)
+
+
+def test_rows_that_were_left_out_are_counted_beside_all_of_them_with_the_reasons():
+    manifest = {
+        "sources": [{"documents": 5, "left_out": 2}, {"documents": 1}],
+        "quarantine": {"rows": 3, "reasons": {"empty text": 1, "unknown role": 2}},
+    }
+    assert prepare.left_out(manifest) == "3 of 11 rows could not be used (2 unknown role, 1 empty text)"
+    manifest["quarantine"]["reasons"] = {"unknown role": 3}
+    assert prepare.left_out(manifest) == "3 of 11 rows could not be used (unknown role)"

@@ -90,9 +90,9 @@ def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
     """Result: the manifest without its file lists."""
     join_ray()
     manifest = prepare(config.inner, context.out)
-    if bad := manifest["quarantine"].get("rows", 0):
+    if manifest["quarantine"].get("rows"):
         folder = context.storage.join(context.step.folder, "out/quarantine")
-        context.progress({"message": f"{bad:,} rows could not be used: {folder} says which and why"})
+        context.progress({"message": f"{left_out(manifest)}: {folder} says which"})
     kept = ("documents", "sequences", "tokens", "unigram_entropy")
     splits = {name: {key: split[key] for key in kept} for name, split in manifest["splits"].items()}
     return {
@@ -101,6 +101,16 @@ def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
         "splits": splits,
         "quarantine": manifest["quarantine"],
     }
+
+
+def left_out(manifest: dict[str, Any]) -> str:
+    """'153 of 300 rows could not be used (unknown role)', with the commonest reasons."""
+    quarantine = manifest["quarantine"]
+    used = sum(source["documents"] + source.get("left_out", 0) for source in manifest["sources"])
+    reasons = sorted(quarantine["reasons"].items(), key=lambda item: -item[1])
+    named = ", ".join(f"{count:,} {reason}" for reason, count in reasons[:3]) if len(reasons) > 1 else reasons[0][0]
+    more = f", {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+    return f"{quarantine['rows']:,} of {quarantine['rows'] + used:,} rows could not be used ({named}{more})"
 
 
 def dataset_facts(data: DatasetRef | str, context: StepContext, *, vocab_size: int | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -26,7 +27,10 @@ def parquet_metadata(file: SourceFile, source: FileSource) -> Any:
         if is_of_the_store(error):
             raise
         message = " ".join(str(error).split())
-        raise ConfigError(f"{file.name} is not a readable parquet file ({message}); replace or remove it") from error
+        remedy = "replace or remove it"
+        if any(suffix in (".json", ".jsonl") for suffix in PurePosixPath(file.path).suffixes):
+            remedy = "if it is JSON lines, set format: jsonl of the source"
+        raise ConfigError(f"{file.name} is not a readable parquet file ({message}); {remedy}") from error
     schema = metadata.schema.to_arrow_schema()
     check_columns(file, source, schema.names)
     for column in source.text_columns:
