@@ -107,7 +107,10 @@ def _load(location: str, spec: str) -> Tokenizer:
     if location == "byte":
         return ByteTokenizer()
     if not location.endswith((".tiktoken", ".json")):
-        raise ConfigError(f"unknown tokenizer '{spec}'; use byte, or a path to a tokenizer.json or a *.tiktoken file")
+        meta = " (Llama 3's tokenizer.model is one: copy or link it under such a name)" * location.endswith(".model")
+        raise ConfigError(
+            f"unknown tokenizer '{spec}'; use byte, or a path to a tokenizer.json or a *.tiktoken file{meta}"
+        )
     content, name = _read(location, spec), location.rsplit("/", 1)[-1]
     if location.endswith(".tiktoken"):
         return _llama3(name, content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskCont
         document_mask=config.document_mask,
         held_out=config.held_out,
         vote=True,
+        progress=context.progress,
     )
     layout = model.config.layout
     more = {"n": found["tokens"]} | ({"votes": layout.votes} if isinstance(layout, RandomLayout) else {})
@@ -52,11 +53,13 @@ def perplexity(
     document_mask: bool = False,
     held_out: HeldOut = "all",
     vote: bool = False,
+    progress: Callable[[dict[str, Any]], None] = lambda values: None,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood (nats) over every predicted token of the split, pads excluded.
 
     held_out: the part of the split, see `held_out_rows`; max_sequences counts from its beginning.
     vote: a model of random layout is scored by the mean probability of its draws, else by its first draw.
+    progress: takes what to show after each batch.
 
     Raises:
         ConfigError: the split is empty, or its tokens do not fit the model's vocabulary.
@@ -74,10 +77,12 @@ def perplexity(
         objective = partial(voted_loss, document_mask=document_mask)
     device = model.embed.weight.device
     total, count = 0.0, 0
-    for rows in chunks(part, batch_size):
+    batches = math.ceil(len(part) / batch_size)
+    for done, rows in enumerate(chunks(part, batch_size), 1):
         loss_sum, n_tokens, _ = objective(model, Batch.from_numpy(dataset.batch(rows), device))
         total += float(loss_sum)
         count += int(n_tokens)
+        progress({"message": "perplexity", "batch": done, "batches": batches})
     model.train(was_training)
     mean = total / count
     exponential = math.inf if mean > 709 else math.exp(mean)  # of a model that diverged, no float holds more

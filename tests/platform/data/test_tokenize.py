@@ -134,6 +134,8 @@ def test_unknown_names():
         load_tokenizer("gpt2")
     with pytest.raises(ConfigError, match=r"^tokenizer file /no/such\.json does not exist; use byte, or a path to a"):
         load_tokenizer("/no/such.json")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model is one: copy or link it under such a name"):
+        load_tokenizer("Meta-Llama-3-8B/tokenizer.model")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -170,6 +171,13 @@ def test_throughput_rows_and_their_metadata(tmp_path):
 def test_bad_depths(tmp_path, loops, message):
     with pytest.raises(ConfigError, match=message):
         run_tasks([PerplexityConfig()], model(), context(tmp_path), loops=loops)
+
+
+def test_perplexity_says_how_far_it_is(tmp_path, data):
+    shown = []
+    run_tasks([PerplexityConfig(batch_size=3)], model(), replace(context(tmp_path, data), progress=shown.append))
+    counted = [(values["batch"], values["batches"]) for values in shown if "batch" in values]
+    assert counted == [(1, 2), (2, 2)]  # four held-out rows
 
 
 def test_perplexity_without_data_says_what_is_missing(tmp_path):
