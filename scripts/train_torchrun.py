@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 scripts/train_torchrun.py --config pretrain.json --data DATASET --out RUN_FOLDER
 
 The config is JSON {"model": …, "train": …} (lt2_platform.train.config.PretrainConfig); docs/training.md has one.
-The same command resumes; SIGTERM and Ctrl-C save first. --start begins with the weights of another run.
+The same command resumes; SIGTERM and Ctrl-C save first. --start-from begins with the weights of another run.
 
 With --teacher it is a stage of distillation, and the config {"mixer": …, "kept": …, "train": …}
 (lt2_platform.distill.run.DistillRun): the student begins as --student, or as the teacher itself.
@@ -45,11 +45,11 @@ def planned(arguments: argparse.Namespace) -> tuple[PretrainConfig, Sources]:
         config = PretrainConfig.model_validate_json(text)
         if config.train.objective.needs_teacher:
             raise ConfigError(f"{arguments.config}: train.objective {config.train.objective.type} needs a --teacher")
-        if arguments.start is not None:
-            check_tokenizer(read_info(resolve(arguments.start)).tokenizer, arguments.data, arguments.start)
-        return config, Sources(start=arguments.start)
-    if arguments.start is not None:
-        raise ConfigError("--start with --teacher: what a stage of distillation begins with is its --student")
+        if arguments.start_from is not None:
+            check_tokenizer(read_info(resolve(arguments.start_from)).tokenizer, arguments.data, arguments.start_from)
+        return config, Sources(start=arguments.start_from)
+    if arguments.start_from is not None:
+        raise ConfigError("--start-from with --teacher: what a stage of distillation begins with is its --student")
     stage = DistillRun.model_validate_json(text)
     models = {name: getattr(arguments, name) for name in ("teacher", "student", "topk")}
     return plan_stage(stage, **models, data=arguments.data)
@@ -60,7 +60,9 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="JSON file")
     parser.add_argument("--data", required=True, help="packed dataset, local or s3://")
     parser.add_argument("--out", required=True, help="run folder, local or s3://")
-    parser.add_argument("--start", help="run or checkpoint whose weights it begins with, of a model of the same sizes")
+    parser.add_argument(
+        "--start-from", help="run or checkpoint whose weights it begins with, of a model of the same sizes"
+    )
     parser.add_argument("--teacher", help="run or checkpoint to distil from")
     parser.add_argument("--student", help="run or checkpoint of an earlier stage (default: the teacher)")
     parser.add_argument("--topk", help="the teacher's stored top-k, in place of asking it")

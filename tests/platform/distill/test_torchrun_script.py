@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from lt2_platform.distill.teacher import identity
 from lt2_platform.train.config import PretrainConfig
@@ -45,7 +46,7 @@ def script(root, monkeypatch):
 
 
 def test_it_begins_with_the_weights_of_another_run(root, script):
-    assert script(PRETRAIN, "--start", root / "teacher", out="more") == 0
+    assert script(PRETRAIN, "--start-from", root / "teacher", out="more") == 0
     recorded = json.loads((root / "more/pretrain.json").read_text())
     assert recorded["sources"] == {"start": identity(str(root / "teacher"))}
     first, went_on = losses(root, "teacher"), losses(root, "more")
@@ -63,11 +64,11 @@ def test_a_stage_of_distillation_is_the_one_that_a_step_runs(root, script):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (STAGE_ONE, ["--teacher", "teacher", "--start", "teacher"], "what a stage of distillation begins with"),
+        (STAGE_ONE, ["--teacher", "teacher", "--start-from", "teacher"], "what a stage of distillation begins with"),
         (PRETRAIN, ["--student", "teacher"], "--student is for a stage of distillation; give its --teacher as well"),
         (PRETRAIN | {"train": TRAIN | {"objective": {"type": "distill"}}}, [], "objective distill needs a --teacher"),
         ({"train": TRAIN}, ["--teacher", "teacher"], "give align (stage 1) or distill (stages 2 and 3)"),
-        (PRETRAIN, ["--start", "nothing"], "nothing"),
+        (PRETRAIN, ["--start-from", "nothing"], "nothing"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_before_anything_is_written(
@@ -82,3 +83,11 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_written(
 def test_the_config_in_the_documentation_is_one():
     (written,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
     PretrainConfig.model_validate_json(written)
+
+
+def test_torchrun_takes_none_of_its_options_for_its_own():
+    """argparse completes abbreviations, also of what follows the script: --start would be torchrun's --start-method."""
+    options = re.findall(r'add_argument\(\s*"(--[\w-]+)"', (ROOT / "scripts/train_torchrun.py").read_text())
+    assert "--start-from" in options
+    given = [part for option in options for part in (option, "x")]
+    assert get_args_parser().parse_args(["train_torchrun.py", *given]).training_script_args == given
