@@ -42,7 +42,7 @@ def works(length: int) -> dict[str, Callable[[], object]]:
         k, v = (x.squeeze(0).transpose(0, 1).unsqueeze(2).contiguous() for x in (k, v))
         o, weights = selected_attention(grouped, k, v, keys, found.long(), return_weights=True)
         assert weights is not None
-        loss = selected_kl(*index, keys, found, weights)
+        loss = selected_kl(*index, keys, found, weights).mean()
         o = o.transpose(0, 1).reshape(1, length, HEADS, DIM)
         torch.autograd.backward((o, loss), (direction, torch.ones(())))
 

@@ -103,11 +103,11 @@ class Adaptive:
         return h if self.mixed is None else self.mixed
 
     def ponder_cost(self) -> Tensor | None:
-        """ACT's weighted mean of loops used + remainder (Graves 2016); None unless training ACT."""
+        """ACT's weighted mean of loops used + remainder of each row, (B,) (Graves 2016); None unless training ACT."""
         if self.mixed is None:
             return None
         assert isinstance(self.config, ActHalting)
-        return self.config.ponder_weight * (self.loops_used + self.remainder).mean()
+        return self.config.ponder_weight * (self.loops_used + self.remainder).mean(1)
 
 
 def start(

@@ -32,7 +32,7 @@ class LoopedOutput:
     Attributes:
         hidden: (B, L, D) after the final norm.
         loops: the same after every loop, on request.
-        aux: scalar losses by name, already weighted.
+        aux: losses by name, already weighted: of each row (B,), or one of all.
         weights: (B, L, T) share of each loop under halting: ACT's mixing weights or the exit gate's probabilities.
         loops_used: (B, L) int64, loops each token ran under halting.
     """

@@ -96,7 +96,7 @@ def measure(model: LoopedLM, batch: int, seq_len: int, repeats: int, decode_step
     def train() -> None:
         y, aux = mixer(x, spec, seq, None)
         loss = (y * out).sum()
-        (loss if aux is None else loss + aux).backward()
+        (loss if aux is None else loss + aux.mean()).backward()
 
     before = peak(device, reset=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

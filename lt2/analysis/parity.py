@@ -172,7 +172,7 @@ def gradients_flow(sample: Sample) -> float:
     model, ids = sample_model(sample), sample_tokens(sample)
     out = model(ids, step=LATE_STEP)
     weights = torch.randn(out.hidden.shape, generator=torch.Generator().manual_seed(2), dtype=out.hidden.dtype)
-    torch.stack([(out.hidden * weights).sum(), *out.aux.values()]).sum().backward()
+    torch.stack([(out.hidden * weights).sum(), *(aux.sum() for aux in out.aux.values())]).sum().backward()
     for name, parameter in model.blocks.named_parameters():
         largest = 0.0 if parameter.grad is None else float(parameter.grad.abs().max())
         if not TOLERANCE < largest < float("inf"):

@@ -168,7 +168,7 @@ class LT2ForCausalLM(PreTrainedModel, GenerationMixin):
         entropy = chunked_cross_entropy(
             hidden[:, :-1].flatten(0, 1), self.model.head_weight, targets, ignore_index=IGNORE
         )
-        return entropy.loss / entropy.n_tokens.clamp(min=1) + sum(aux.values())
+        return entropy.loss / entropy.n_tokens.clamp(min=1) + sum(value.mean() for value in aux.values())
 
     def _prepare_cache_for_generation(
         self,

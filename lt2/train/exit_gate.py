@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lt2.config import ConfigError, ExitGate
-from lt2.train.loss import IGNORE, Objective, next_token_targets
+from lt2.train.loss import IGNORE, Objective, next_token_targets, per_token
 
 if TYPE_CHECKING:
     from lt2.train.config import TrainConfig
@@ -38,7 +38,8 @@ def exit_gate_objective(
             raise ConfigError("exit_gate_objective needs a model with halting.type 'exit_gate'")
         doc_ids = batch.input_doc_ids(document_mask)
         output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step, per_loop=True)
-        targets = next_token_targets(batch, document_mask=document_mask).flatten()
+        rows = next_token_targets(batch, document_mask=document_mask)
+        targets = rows.flatten()
         losses = torch.stack(
             [token_losses(h.flatten(0, 1), model.head_weight, targets, chunk_rows) for h in output.loops], -1
         )  # (N, T), 0 where nothing is learned
@@ -46,7 +47,7 @@ def exit_gate_objective(
         p = output.weights.flatten(0, 1).to(losses.dtype)
         total = expected_exit_loss(losses, p, entropy_weight=entropy_weight)
         n_tokens = (targets != IGNORE).sum()
-        aux = {name: value * n_tokens for name, value in output.aux.items()}
+        aux = per_token(output.aux, rows)
         depth = (p * torch.arange(1, p.shape[-1] + 1, device=p.device)).sum(-1)
         metrics = {
             "ce": losses[:, -1].sum(),

@@ -154,8 +154,9 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, au
     """Pretraining's objective: cross entropy of the last loop only, plus the model's auxiliary losses.
 
     Every entry of the model's `aux` is a loss already weighted by the model's config (indexer KL, ponder cost); it is
-    added per token, so that it weighs the same whatever the micro-batch size. With `document_mask` the document ids
-    go to the model and nothing crosses a document boundary; without `auxiliary` (evaluation) aux is left out.
+    added per counted token of its row, so that a loss of each row (B,) is the same whatever the micro-batches. With
+    `document_mask` the document ids go to the model and nothing crosses a document boundary; without `auxiliary`
+    (evaluation) aux is left out.
     Metrics: `ce` (without z-loss and aux), each aux, and `mean_loops` of a model that halts per token.
     """
 
@@ -164,14 +165,20 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, au
         output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step)
         targets = next_token_targets(batch, document_mask=document_mask)
         result = chunked_cross_entropy(output.hidden.flatten(0, 1), model.head_weight, targets.flatten(), z_loss=z_loss)
-        aux = {name: value * result.n_tokens for name, value in output.aux.items() if auxiliary}
+        aux = per_token(output.aux, targets) if auxiliary else {}
         loss = result.loss + sum(aux.values())
         metrics = {"ce": result.ce, **{name: value.detach() for name, value in aux.items()}}
         if output.loops_used is not None:
-            metrics["mean_loops"] = output.loops_used.float().mean() * result.n_tokens
+            metrics |= per_token({"mean_loops": output.loops_used.float().mean(1)}, targets)
         return loss, result.n_tokens, metrics
 
     return objective
+
+
+def per_token(aux: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    """Auxiliary losses, of each row (B,) or one of all, times the tokens that targets (B, L) count; scalars."""
+    counted = (targets != IGNORE).sum(1)
+    return {name: (value * counted).sum() for name, value in aux.items()}
 
 
 def build_next_token(config: NextTokenConfig, train: TrainConfig) -> Objective:

@@ -101,7 +101,7 @@ def test_act_mixes_states_by_graves_weights_and_reports_its_ponder_cost():
                     break
     assert out.loops_used.unique().numel() > 1, "the draw should make some tokens stop early"
     torch.testing.assert_close(out.hidden, torch.nn.functional.rms_norm(mixed, (16,), net.norm.weight, 1e-6))
-    torch.testing.assert_close(out.aux["ponder"], 0.5 * cost.mean())
+    torch.testing.assert_close(out.aux["ponder"], 0.5 * cost.mean(1))
     torch.testing.assert_close(out.weights.sum(-1), torch.ones(2, 8, dtype=torch.float64))
 
 
@@ -117,13 +117,13 @@ def test_act_inference_freezes_the_state_a_token_halted_with():
 def test_ponder_cost_reaches_the_head_with_a_correct_gradient():
     net = model(halting={**ACT, "ponder_weight": 1.0}).train()
     x = tokens(1, 5)
-    net(x).aux["ponder"].backward()
+    net(x).aux["ponder"].mean().backward()
     slope = net.halt.bias.grad.item()
     values = []
     for step in (1e-6, -1e-6):
         with torch.no_grad():
             net.halt.bias.add_(step)
-            values.append(net(x).aux["ponder"].item())
+            values.append(net(x).aux["ponder"].mean().item())
             net.halt.bias.sub_(step)
     assert slope == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
     assert slope < 0, "halting sooner must be cheaper"

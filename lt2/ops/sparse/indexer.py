@@ -56,14 +56,14 @@ def select_keys(q: Tensor, k: Tensor, w: Tensor, first: Tensor, last: Tensor, *,
 
 @torch.compiler.disable()
 def selected_kl(q: Tensor, k: Tensor, w: Tensor, keys: Tensor, found: Tensor, weights: Tensor) -> Tensor:
-    """Mean over queries of KL(p || softmax(I)), both over the selected keys: a scalar with gradients to q, k and w.
+    """Mean over queries of KL(p || softmax(I)), both over the selected keys: (B,) with gradients to q, k and w.
 
     weights (B, L, K): attention summed over heads, normalised here to p; it gets no gradient. keys, found: (B, L, K).
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     grads = [torch.zeros_like(x, dtype=wide) for x in (q, k, w)]
     dq, dk, dw = grads
-    total = torch.zeros((), dtype=wide, device=q.device)
+    total = torch.zeros(q.shape[0], dtype=wide, device=q.device)
     if outline.planned():  # which keys were chosen decides what the pieces below are
         return _mean_with_gradients(total, (q, k, w), grads)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -77,7 +77,7 @@ def selected_kl(q: Tensor, k: Tensor, w: Tensor, keys: Tensor, found: Tensor, we
                     scores = (w[b, rows].to(wide)[:, None] @ dots.relu()).squeeze(1)
                     target = weights[b, rows] / weights[b, rows].sum(dim=-1, keepdim=True)
                     loss, d_scores = _kl(target, scores, found[b, rows])
-                    total += loss
+                    total[b] += loss.sum()
                     dw[b, rows] = (dots.relu() @ d_scores[..., None]).squeeze(-1)
                     d_dots[inner] = (dots > 0) * w[b, rows].to(wide)[..., None] * d_scores[:, None]
                     dq[b, rows] = bags.weighted_rows(d_dots[inner], table, keys[b, rows])
@@ -93,14 +93,14 @@ def dense_kl(
     """Mean over queries of KL(p || softmax(I)), both over the whole causal prefix from `first` on (the warm-up).
 
     p is the head-averaged softmax of q_attention (B, L, H, E) · k_attention (B, L, G, E) · scale, recomputed here piece
-    by piece, without gradient. Returns a scalar with gradients to q, k and w.
+    by piece, without gradient. Returns (B,) with gradients to q, k and w.
     """
     B, L, H, E = q_attention.shape
     J, G = q.shape[2], k_attention.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     grads = [torch.zeros_like(x, dtype=wide) for x in (q, k, w)]
     dq, dk, dw = grads
-    total = torch.zeros((), dtype=wide, device=q.device)
+    total = torch.zeros(B, dtype=wide, device=q.device)
     index = torch.arange(L, device=q.device)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         grouped = q_attention.reshape(B, L, G, H // G, E).permute(0, 2, 1, 3, 4)
@@ -115,7 +115,7 @@ def dense_kl(
             dots = (q_piece @ k_piece.transpose(1, 2)).view(B, C, J, M)
             scores = (w_piece[..., None, :] @ dots.relu()).squeeze(-2)
             loss, d_scores = _kl(attention.mean(dim=(1, 3)), scores, visible)
-            total += loss
+            total += loss.sum(dim=1)
             dw[:, rows] = (dots.relu() @ d_scores[..., None]).squeeze(-1)
             d_dots = ((dots > 0) * w_piece[..., None] * d_scores[:, :, None]).flatten(1, 2)
             dq[:, rows] = (d_dots @ k_piece).view(B, C, J, -1)
@@ -124,20 +124,20 @@ def dense_kl(
 
 
 def _kl(target: Tensor, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over rows of KL(target || softmax of the visible scores), and its gradient to the scores."""
+    """KL(target || softmax of the visible scores) of each query, and its gradient to the scores."""
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     loss = torch.xlogy(target, target) - target * scores.log_softmax(dim=-1).masked_fill(~visible, 0.0)
-    return loss.sum(), scores.softmax(dim=-1) - target
+    return loss.sum(dim=-1), scores.softmax(dim=-1) - target
 
 
 def _mean_with_gradients(total: Tensor, inputs: tuple[Tensor, ...], grads: list[Tensor]) -> Tensor:
-    n_queries = inputs[0].shape[0] * inputs[0].shape[1]
+    n_queries = inputs[0].shape[1]
     scaled = [(g / n_queries).to(x.dtype) for g, x in zip(grads, inputs)]
     return _KnownGradient.apply(total / n_queries, *inputs, *scaled)
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A scalar loss whose gradients were computed along with it, so that nothing of size L × M outlives its piece."""
+    """Losses (B,) whose gradients were computed along with them, so that nothing of size L × M outlives its piece."""
 
     @staticmethod
     def forward(ctx, loss, q, k, w, dq, dk, dw):
@@ -147,7 +147,8 @@ class _KnownGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss):
-        return None, *(d_loss.to(g.dtype) * g for g in ctx.saved_tensors), None, None, None
+        scaled = (d_loss.view(-1, *(1,) * (g.dim() - 1)).to(g.dtype) * g for g in ctx.saved_tensors)
+        return None, *scaled, None, None, None
 
 
 def _pieces(q: Tensor, per_query: int) -> Iterator[slice]:

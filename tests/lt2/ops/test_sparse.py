@@ -149,15 +149,17 @@ def test_select_keys_takes_the_best_of_each_prefix():
 
 
 def kl_oracle(q, k, w, target, visible):
-    """Mean KL over queries; target, visible (B, L, M)."""
-    total = 0.0
+    """Mean KL over queries, (B,); target, visible (B, L, M)."""
+    means = []
     for b in range(q.shape[0]):
+        total = 0.0
         for t in range(q.shape[1]):
             seen = visible[b, t]
             r = oracle.index_score(q[b, t], k[b], w[b, t])[seen].softmax(dim=0)
             p = target[b, t][seen]
             total = total + (p * (p.log() - r.log())).sum()
-    return total / (q.shape[0] * q.shape[1])
+        means.append(total / q.shape[1])
+    return torch.stack(means)
 
 
 @pytest.mark.usefixtures("pieces")

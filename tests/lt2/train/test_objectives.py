@@ -73,6 +73,30 @@ def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):
     torch.testing.assert_close(loss, 3 * plain)
 
 
+@pytest.mark.parametrize("name", ["act", "dsa", "exit gate and dsa"])
+def test_auxiliary_losses_are_the_same_whatever_the_micro_batches(name):
+    dsa = {"type": "dsa", "top_k": 3, "index_dim": 8, "index_rope_dim": 4}
+    halting = {"act": {"type": "act", "ponder_weight": 0.3}, "exit gate and dsa": {"type": "exit_gate"}}.get(name)
+    mixer = {"type": "full"} if name == "act" else dsa
+    sizes = {"vocab_size": 20, "dim": 16, "n_layers": 1, "n_loops": 3, "num_heads": 2, "ffn_hidden": 16}
+    net = build(ModelConfig(**sizes, layout={"type": "uniform", "mixer": mixer}, halting=halting), seed=0).double()
+    objective = (ExitGateConfig() if name == "exit gate and dsa" else NextTokenConfig()).build(train_config())
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 20, (3, 9), generator=generator)
+    mask = torch.rand(3, 9, generator=generator) < torch.tensor([[0.9], [0.2], [0.5]])
+    whole = Batch(tokens=tokens, loss_mask=mask)
+
+    def losses_and_gradients(parts):
+        net.zero_grad()
+        losses = [objective(net, part)[0] for part in parts]
+        sum(losses).backward()
+        return sum(losses).detach(), [p.grad for p in net.parameters() if p.grad is not None]
+
+    torch.testing.assert_close(
+        losses_and_gradients(whole.split(1)), losses_and_gradients([whole]), rtol=1e-9, atol=1e-11
+    )
+
+
 def test_a_misspelt_objective_names_the_nearest():
     with pytest.raises(ValidationError) as error:
         train_config(objective={"type": "next_tokn"})
