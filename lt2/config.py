@@ -159,7 +159,7 @@ class ActHalting(Config):
 class ExitGate(Config):
     """Ouro's exit gate: stop at the first loop whose cumulative exit probability reaches `threshold`.
 
-    At 1 every token runs every loop, which is right until the gate has been trained.
+    At 1 a token stops early only where the gate's sigmoid rounds to 1, so an untrained gate runs every loop.
     """
 
     type: Literal["exit_gate"] = "exit_gate"
