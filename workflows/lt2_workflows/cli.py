@@ -12,6 +12,7 @@ import typer
 from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, packs, records, sweeps
 from lt2_workflows.commands.evaluation import StorageOption
 from lt2_workflows.commands.generate import generate
+from lt2_workflows.commands.overview import Overview
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Train, evaluate and compare linear-time looped transformers.",
+    cls=Overview,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -168,9 +170,10 @@ app.add_typer(models.bench, name="bench")
 app.command()(diagnosis.diagnose)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+# --help too is for the dashboard's own parser.
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def dashboard(context: typer.Context, storage: StorageOption = None) -> None:
-    """Serve the results dashboard on this machine (its options: `python -m lt2_dashboards --help`)."""
+    """Serve the results dashboard on this machine."""
     # A process of its own: workflows and dashboards never import each other.
     os.execv(
         sys.executable, [sys.executable, "-m", "lt2_dashboards", "--storage", _storage(storage).root, *context.args]

@@ -26,12 +26,12 @@ class Observer:
     grad_spikes: logged gradient norms, since this attempt began, beyond SPIKE times the median of the 64 before.
     rho_norm_<loop>: L2 norm of each loop's residual gain, for a model that has them.
     peak_memory_gb: this rank's peak since the last logged step (GPU, allocated) or since the process began (CPU, RSS).
-    mfu: model FLOPs (lt2.analysis.accounting.training_flops) of the learned tokens over the cards' dense bf16 peak;
-        only where the card is known and the run is in bf16.
+    mfu: model FLOPs (lt2.analysis.accounting.training_flops) of all tokens, learned or not, over the cards' dense bf16
+        peak; only where the card is known and the run is in bf16.
     """
 
     model: LoopedLM
-    flops_per_token: float
+    flops_per_step: float
     peak: float | None  # FLOP/s of all cards
     device: torch.device
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
@@ -42,7 +42,7 @@ class Observer:
         bf16 = autocast_dtype(config.precision, device) == torch.bfloat16
         card = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and bf16 else None
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        flops = training_flops(model.config, seq_len) if card else 0.0
+        flops = training_flops(model.config, seq_len) * config.global_batch_size * seq_len if card else 0.0
         return cls(model, flops, card * world_size if card else None, device)
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
@@ -57,7 +57,7 @@ class Observer:
             for loop, value in enumerate(torch.linalg.vector_norm(rho, dim=1).tolist()):
                 metrics[f"rho_norm_{loop}"] = value
         if self.peak is not None:
-            metrics["mfu"] = metrics["tokens_per_s"] * self.flops_per_token / self.peak
+            metrics["mfu"] = self.flops_per_step / metrics["step_time"] / self.peak
 
 
 def peak_memory(device: torch.device) -> int:

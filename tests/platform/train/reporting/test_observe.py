@@ -76,9 +76,9 @@ def test_mfu_is_the_models_flops_over_all_cards(monkeypatch):
     monkeypatch.setattr(observe, "peak_memory", lambda device: 0)
     model = build(model_config(), seed=0)
     observer = Observer.build(model, train_config(), 12, torch.device("cuda", 0))
-    metrics = {"grad_norm": 1.0, "tokens_per_s": 1e9}
+    metrics = {"grad_norm": 1.0, "step_time": 1e-6, "tokens_per_s": 1.0}  # few of them are learned, all computed
     observer.on_step(TrainState(), metrics)
-    assert metrics["mfu"] == pytest.approx(1e9 * training_flops(model.config, 12) / 989e12)
+    assert metrics["mfu"] == pytest.approx(8 * 12 / 1e-6 * training_flops(model.config, 12) / 989e12)
 
 
 @pytest.mark.parametrize(
