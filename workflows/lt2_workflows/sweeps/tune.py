@@ -35,6 +35,7 @@ def tune_trials(config: SweepStep, jobs: dict[str, dict[str, Any]], context: Ste
     place = {"CPU": 0, DRIVERS if DRIVERS in ray.cluster_resources() else HEAD: TRIAL_SHARE}
     storage = Storage(context.storage.join(context.step.folder, "out/tune"))
     filesystem, path = storage.arrow_fs("")
+    records = TrialRecords(config, context, folder)
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, jobs=jobs), place),
         param_space={"trial": tune.grid_search(list(jobs))},
@@ -49,11 +50,13 @@ def tune_trials(config: SweepStep, jobs: dict[str, dict[str, Any]], context: Ste
             storage_path=path,
             storage_filesystem=filesystem,
             failure_config=tune.FailureConfig(max_failures=ACTOR_FAILURES),
-            callbacks=[TrialRecords(config, context, folder)],
+            callbacks=[records],
             verbose=0,
         ),
     )
     tuner.fit()
+    if records.interrupted:  # the last that ran: Tune was done before it could be ended
+        records.end_interrupted()
 
 
 def _name(trial: Any) -> str:
@@ -99,8 +102,11 @@ class TrialRecords(tune.Callback):
         running = {_name(trial) for trial in trials if trial.status == "RUNNING"}
         self.saving = running if self.saving is None else self.saving
         if not running & self.saving:
-            ended = f"stopped as asked; {len(self.ended)} of {len(self.trials)} trials have ended"
-            raise Interrupted("\n".join([ended, *self.interrupted]))
+            self.end_interrupted()
+
+    def end_interrupted(self) -> None:
+        ended = f"stopped as asked; {len(self.ended)} of {len(self.trials)} trials have ended"
+        raise Interrupted("\n".join([ended, *self.interrupted]))
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
         if "outcome" in result:
