@@ -81,7 +81,7 @@ def test_damaged_records_are_named(browser, tmp_path):
         page.goto(f"{site.address}{LOGIN}?token={site.access.token}")
         page.goto(f"{site.address}/workflows")
         page.get_by_text("2 records cannot be read").wait_for()
-        page.get_by_text("workflows/torn/dag.json: skipped, unreadable (empty)").wait_for()
+        page.get_by_text("workflows/torn/dag.json: skipped, unreadable (it is empty)").wait_for()
         page.goto(f"{site.address}/workflows/demo-1/steps/prepare-00000000")
         page.locator(".panel .notice.warn", has_text="steps/prepare-00000000/done.json").wait_for()
         assert page.locator(".node.unreadable").inner_text().startswith("prepare")
