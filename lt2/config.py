@@ -226,14 +226,14 @@ def explain(error: ValidationError, source: str = "config") -> str:
     """One line per problem of a pydantic error: where, what is wrong, and the nearest valid key."""
     lines = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "config"
+        where = ": ".join([source, ".".join(str(part) for part in item["loc"])] if item["loc"] else [source])
         if item["type"] == "extra_forbidden":
             key = str(item["loc"][-1])
             near = get_close_matches(key, _sibling_keys(error, item["loc"]), n=1)
-            lines.append(f"{source}: {where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            lines.append(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{source}: {where}: {message}")
+            lines.append(f"{where}: {message}")
     return "\n".join(lines)
 
 

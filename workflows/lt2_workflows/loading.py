@@ -260,7 +260,7 @@ def _explain(error: ValidationError, step: str, raw: Any, source: str, lines: di
     found = []
     for item, problem in zip(error.errors(), problems, strict=True):
         keys = _keys(item["loc"], raw)
-        where = ".".join(str(part) for part in item["loc"]) or "config"
+        where = ".".join(str(part) for part in item["loc"])
         message = " ".join(problem.removeprefix(f"{where}: ").split())
         if item["type"] == "extra_forbidden" and "did you mean" not in message:
             message += f"; `lt2 recipes RECIPE {step}` lists the settings"

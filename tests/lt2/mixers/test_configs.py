@@ -86,6 +86,12 @@ def test_bad_layouts_name_the_rule_and_the_values(case):
     assert [word for word in words if word not in message] == [], message
 
 
+def test_an_error_of_a_whole_config_is_named_by_its_source_alone():
+    with pytest.raises(ValidationError) as caught:
+        ModelConfig.model_validate(3)
+    assert explain(caught.value).startswith("config: Input should be a valid dictionary")
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("ffn_hidden", 0), ("ffn_hidden", -8), ("rope_theta", 0), ("norm_eps", -1)]
 )
