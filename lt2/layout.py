@@ -106,3 +106,8 @@ def weights_per_layer(config: ModelConfig) -> list[list[MixerConfig]]:
         for layer, spec in enumerate(loop):
             found[layer].setdefault(spec.weights, spec)
     return [list(specs.values()) for specs in found]
+
+
+def loops_text(count: int) -> str:
+    """A depth in words: '1 loop', '4 loops'."""
+    return f"{count} loop" + "s" * (count != 1)

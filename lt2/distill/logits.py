@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lt2.config import ConfigError
 from lt2.distill.kl import Teacher, TopK, chunked_topk_kl, top_k
+from lt2.layout import loops_text
 from lt2.train.loss import IGNORE, Objective, next_token_targets
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def asked_top_k(
 ) -> Teacher:
     """Run the teacher on a batch; its top-k after each used loop is then computed when a chunk needs it."""
     if teacher.config.n_loops != n_loops:
-        raise ConfigError(f"the teacher runs {teacher.config.n_loops} loops and the student {n_loops}; make them equal")
+        depth = loops_text(teacher.config.n_loops)
+        raise ConfigError(f"the teacher runs {depth} and the student {n_loops}; make them equal")
     teacher.eval()
     output = teacher(batch.tokens[:, :-1], doc_ids=doc_ids, per_loop=True)
     assert output.loops is not None

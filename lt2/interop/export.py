@@ -25,6 +25,7 @@ from transformers import GenerationConfig
 from lt2.config import ConfigError
 from lt2.interop.certificate import LENGTHS, Check, ParityError, certify
 from lt2.interop.transformers import LT2ForCausalLM
+from lt2.layout import loops_text
 from lt2.model import LoopedLM
 from lt2.train.parallel import KEEP_FP32
 
@@ -69,7 +70,9 @@ def export_checkpoint(
         checks = certify(model, load_wrapped(staged), lengths=lengths, device=device)
         failed = [check for check in checks if not check.passed]
         if failed:
-            worst = "; ".join(f"{c.name} at {c.n_loops} loops: {c.error:.1e} > {c.tolerance:.0e}" for c in failed[:3])
+            worst = "; ".join(
+                f"{c.name} at {loops_text(c.n_loops)}: {c.error:.1e} > {c.tolerance:.0e}" for c in failed[:3]
+            )
             raise ParityError(f"not exported: {len(failed)} of {len(checks)} parity checks fail ({worst})")
         certificate = describe(staged, checks, lengths)
         (staged / CERTIFICATE).write_text(json.dumps(certificate, indent=2) + "\n")

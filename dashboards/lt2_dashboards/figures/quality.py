@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from lt2.layout import loops_text
 from lt2_dashboards.figures.ablations import AXES
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import DOWNSTREAM, mean_of_tasks
@@ -137,7 +138,7 @@ def depth(
         for (n_loops, exits), row in sorted(by_depth.items()):
             spent = [row.get("mean_loops"), row["flops_per_token"]]
             table.append([run, n_loops, "yes" if exits else "no", *spent, row["value"], row.get("stderr")])
-            name = f"{run}: early exit" if exits else f"{run}: {n_loops} loops"
+            name = f"{run}: early exit" if exits else f"{run}: {loops_text(n_loops)}"
             lines[exits].append({"name": name, "value": [row["flops_per_token"], rounded(row["value"])]})
         series.append(line(run, lines[False], position, showSymbol=True, symbolSize=7))
         if lines[True]:

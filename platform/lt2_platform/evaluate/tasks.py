@@ -12,6 +12,7 @@ import torch
 
 from lt2.analysis.accounting import forward_flops
 from lt2.config import ConfigError, ModelConfig
+from lt2.layout import loops_text
 from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import Tokenizer
@@ -83,7 +84,7 @@ def run_tasks(
     for depth in depths(model, loops):
         view = depth.view(model).eval()
         for name, task in named(tasks):
-            context.progress({"message": f"{name}, {depth.n_loops} loops" + (", early exit" * depth.early_exit)})
+            context.progress({"message": f"{name}, {loops_text(depth.n_loops)}" + (", early exit" * depth.early_exit)})
             with Spent(view) as spent, torch.inference_mode():
                 found = task.run(view, replace(context, out=f"{context.out}/{name}/{depth.name}"))
             place = {"task": name, "n_loops": depth.n_loops, "early_exit": depth.early_exit, **spent.summary()}

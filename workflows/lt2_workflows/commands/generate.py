@@ -34,6 +34,7 @@ def generate(
     from lt2.config import ConfigError
     from lt2.decode import merge_projections
     from lt2.generate import generate as continue_tokens
+    from lt2.layout import loops_text
     from lt2_platform.data.tokenize import encode, load_tokenizer
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model
@@ -65,7 +66,8 @@ def generate(
     typer.echo(tokenizer.decode(tokens)[len(shown.text) :])
     typer.echo(
         f"{len(tokens)} tokens, {len(tokens) / seconds:,.1f} a second with the prompt's reading, on {where}, "
-        f"{model.depth} loops" + (" at most" if model.config.halting is not None else ""),
+        + loops_text(model.depth)
+        + (" at most" if model.config.halting is not None else ""),
         err=True,
     )
 

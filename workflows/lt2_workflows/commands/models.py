@@ -44,6 +44,7 @@ def export(
 
     from lt2.config import ConfigError
     from lt2.interop.export import export_checkpoint
+    from lt2.layout import loops_text
     from lt2_platform.data.tokenizer_json import write_tokenizer_json
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model
@@ -68,8 +69,8 @@ def export(
     inexact = [check for check in checks if check.tolerance > 0]  # what is merely copied must be the same bits
     worst = max(inexact, key=lambda check: check.error / check.tolerance)
     typer.echo(
-        f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at {worst.n_loops} loops, "
-        f"{worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
+        f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at "
+        f"{loops_text(worst.n_loops)}, {worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
     )
     if tokenizer["file"] is None:
         typer.echo("no tokenizer is written: this model's tokens are bytes, which transformers has no file for")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from lt2.layout import loops_text
 from lt2_workflows.console import table
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import StepConfig, step_type
@@ -52,7 +53,7 @@ def _label(row: dict[str, Any]) -> str:
 
 def _note(row: dict[str, Any]) -> str:
     stderr = f"± {row['stderr']:.4g}" if row.get("stderr") is not None else ""
-    depth = f"{row['n_loops']} loops" + ", early exit" * row["early_exit"]
+    depth = loops_text(row["n_loops"]) + ", early exit" * row["early_exit"]
     return ", ".join(part for part in (stderr, row.get("note", ""), depth) if part)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar, Literal
 
+from lt2.layout import loops_text
 from lt2_platform.evaluate.config import StateRecallConfig
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import StepConfig, step_type
@@ -24,7 +25,8 @@ class StateRecallStep(StepConfig, StateRecallConfig):
 def describe_state_recall(config: StateRecallStep, context: StepContext) -> str:
     stages = ", ".join(map(str, config.stages))
     return (
-        f"{config.layout.type} layout, {config.n_loops} loops, n in {stages}, at most {config.max_steps:,} steps each"
+        f"{config.layout.type} layout, {loops_text(config.n_loops)}, n in {stages}, "
+        f"at most {config.max_steps:,} steps each"
     )
 
 
