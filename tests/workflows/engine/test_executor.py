@@ -91,6 +91,14 @@ def test_branches_share_the_cores(storage, monkeypatch):
     assert found == {"root": 6, "left": 3, "right": 3, "leaf": 3}
 
 
+def test_a_step_run_alone_has_the_threads_it_has_among_the_others(storage, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LT2_CORES", "6")
+    execute(storage, "branches", only="root")
+    outcomes, _ = execute(storage, "branches", only="left")
+    assert "cores 3, threads 3\n" in Path(outcomes["left"].log or "").read_text()
+
+
 def test_retries_are_capped(storage, tmp_path):
     overrides = ("first.fail=error", f"first.trace={tmp_path}", "first.resources.retries=1")
     outcomes, events = execute(storage, "chain", *overrides)

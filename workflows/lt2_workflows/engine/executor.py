@@ -97,9 +97,8 @@ def run(
     with _ray_for(pending) as environment:
         events = Events(storage, workflow.id)
         stopping = stop or threading.Event()
-        driver = Driver(
-            storage, workflow, events, say, ttl_s, wait_for_others, environment, side_by_side(chosen), stopping
-        )
+        shares = side_by_side(workflow.steps)  # also for a step run alone: other threads may make other sums
+        driver = Driver(storage, workflow, events, say, ttl_s, wait_for_others, environment, shares, stopping)
         return _run_graph(driver, chosen)
 
 
