@@ -88,10 +88,11 @@ def test_a_failed_step_is_named_with_attempt_and_log(tmp_path):
         "second.resources.retries=0",
     )
     assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("lt2: step second, attempt 1: ValueError: this step fails (log: ")
-    assert "Traceback" in Path(last.rsplit("(log: ", 1)[1].rstrip(")")).read_text()
-    assert "third      not run: needs second" in done.stderr
+    lines = done.stderr.strip().splitlines()
+    at = lines.index("second     failed in attempt 1: ValueError: this step fails")
+    assert "Traceback" in Path(lines[at + 1].split("log: ")[1]).read_text()
+    assert lines[at + 2 :] == ["third      not run: needs second", "lt2: failed: second"]
+    assert done.stderr.count("this step fails") == 1
 
 
 def test_storage_comes_from_the_environment(tmp_path, monkeypatch):
@@ -105,7 +106,7 @@ def test_storage_comes_from_the_environment(tmp_path, monkeypatch):
     [
         (["run", "quickstrat"], "lt2: unknown recipe 'quickstrat'; did you mean 'quickstart'?"),
         (["run", CHAIN, "--set", "first.lnies=1"], "first.lnies: unknown key 'lnies'; did you mean 'lines'?"),
-        (["run", CHAIN, "--set", "first.fail=bad_input"], "lt2: step first, attempt 1: the corpus is empty;"),
+        (["run", CHAIN, "--set", "first.fail=bad_input"], "first      failed in attempt 1: the corpus is empty;"),
         (["step", CHAIN, "second"], "lt2: step 'second' needs first, not finished in"),
         (["status", "nothing"], "lt2: no workflow 'nothing' in"),
         (["plan", "missing.yaml"], "lt2: recipe record missing.yaml does not exist"),

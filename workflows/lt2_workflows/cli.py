@@ -220,9 +220,9 @@ def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, 
 
 
 def _exit_code(outcomes: dict[str, Outcome]) -> int:
-    for name, outcome in outcomes.items():
-        if outcome.state in ("failed", "bad_input"):
-            typer.echo(f"lt2: step {name}, attempt {outcome.attempt}: {outcome.error} (log: {outcome.log})", err=True)
+    failed = [name for name, outcome in outcomes.items() if outcome.state in ("failed", "bad_input")]
+    if failed:  # why was said when it happened
+        typer.echo(f"lt2: failed: {', '.join(failed)}", err=True)
     states = {outcome.state for outcome in outcomes.values()}
     if "failed" in states:
         return 1
