@@ -127,14 +127,16 @@ def test_names_cannot_break_the_page():
 
 
 def test_sweep_has_the_papers_numbers_beside_ours(storage):
-    row = {"group": "", "label": "1:4", "n": 2, "failed": 0, "parameters": 1000, "PPL": 12.0, "PPL_std": 0.5,
-           "PPL_paper": 9.31, "Avg": None, "Avg_std": None, "Avg_paper": 61.39,
-           "metrics": {"perplexity/perplexity": [12.0, 0.5]}}  # fmt: skip
-    parts = list(sweep_parts(ResultsStore(storage), {"title": "Ratio", "paper": "ratio", "rows": [row], "trials": []}))
+    trials = [
+        {"name": f"1:4-{state}-{ppl}", "group": "", "label": "1:4", "state": state, "parameters": 1000, "run": None,
+         "metrics": {"perplexity/perplexity": ppl} if ppl else {}}
+        for ppl, state in ((11.5, "done"), (12.5, "done"), (None, "stopped"))
+    ]  # fmt: skip
+    parts = list(sweep_parts(ResultsStore(storage), {"title": "Ratio", "paper": "ratio", "trials": trials}))
     table = next(part for part in parts if isinstance(part, Table))
     assert dict(zip(table.columns, table.rows[0], strict=True)) == {
-        "configuration": "1:4", "seeds": 2, "parameters": 1000, "PPL": "12.00 ± 0.50", "PPL, paper": 9.31,
-        "Avg, paper": 61.39,
+        "configuration": "1:4", "seeds": 2, "stopped early": 1, "parameters": 1000, "PPL": "12.00 ± 0.71", 
+        "PPL, paper": 9.31, "Avg, paper": 61.39,
     }  # fmt: skip
     captions = [part.caption for part in parts if hasattr(part, "caption")]
     assert captions == ["perplexity, ours", "perplexity, paper", "average of eight tasks (%), paper"]

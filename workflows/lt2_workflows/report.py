@@ -168,10 +168,11 @@ def curve_parts(store: ResultsStore, runs: Mapping[str, str]) -> Iterator[Plot]:
 
 def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]:
     """The table of a sweep (see `sweep_step.write_table`), ours and the paper's perplexity as dots, and the curves."""
-    rows, with_paper = sweep["rows"], sweep["paper"] is not None
+    # Not the rows it holds: older ones count trials that were stopped early among those that failed.
+    rows, with_paper = ablations.summarize(sweep["trials"], sweep["paper"]), sweep["paper"] is not None
     labels = [" ".join((row["group"], row["label"])).strip() for row in rows]
     yield sweep["title"] + "."
-    columns = ["group", "configuration", "seeds", "failed", "parameters"]
+    columns = ["group", "configuration", "seeds", "stopped early", "failed", "parameters"]
     columns += [name for score in ablations.SCORES for name in (score, *([f"{score}, paper"] if with_paper else []))]
     lines = []
     for row in rows:
@@ -183,7 +184,8 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
                 *([row[f"{score}_paper"]] if with_paper else []),
             )
         ]
-        lines.append([row["group"], row["label"], row["n"], row["failed"], row["parameters"], *scores])
+        counts = [row["n"], row["stopped"], row["failed"], row["parameters"]]
+        lines.append([row["group"], row["label"], *counts, *scores])
     yield _without_empty(Table(columns, lines))
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     if names:

@@ -86,9 +86,10 @@ def summarize(trials: Sequence[Mapping[str, Any]], paper: str | None) -> list[di
     """One row per configuration, in the order of the trials.
 
     trials: {"label", "group", "seed", "state", "metrics": {"task/metric": value}, "parameters"}.
-    Returns rows {group, label, n, failed, parameters, PPL, PPL_std, PPL_paper, Avg, Avg_std, Avg_paper, metrics}: means
-    over the seeds that finished and their sample standard deviation (None below two), PPL the perplexity on held-out
-    text, Avg the mean of the paper's eight tasks in percent, where all eight were evaluated.
+    Returns rows {group, label, n, stopped, failed, parameters, PPL, PPL_std, PPL_paper, Avg, Avg_std, Avg_paper,
+    metrics}: means over the seeds that finished (n; the scheduler stopped `stopped` others) and their sample standard
+    deviation (None below two), PPL the perplexity on held-out text, Avg the mean of the paper's eight tasks in percent,
+    where all eight were evaluated.
     """
     reference = paper_table(paper).rows if paper else {}
     rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -99,7 +100,9 @@ def summarize(trials: Sequence[Mapping[str, Any]], paper: str | None) -> list[di
 
 def _row(key: tuple[str, str], trials: list[Mapping[str, Any]], paper: tuple[float, float] | None) -> dict[str, Any]:
     done = [trial for trial in trials if trial["state"] == "done"]
-    row: dict[str, Any] = {"group": key[0], "label": key[1], "n": len(done), "failed": len(trials) - len(done)}
+    stopped = sum(trial["state"] == "stopped" for trial in trials)
+    failed = len(trials) - len(done) - stopped
+    row: dict[str, Any] = {"group": key[0], "label": key[1], "n": len(done), "stopped": stopped, "failed": failed}
     row["parameters"] = next((trial["parameters"] for trial in trials if trial.get("parameters")), None)
     scores = [headline(trial["metrics"]) for trial in done]
     for index, name in enumerate(SCORES):

@@ -45,6 +45,11 @@ def test_a_configuration_without_results_keeps_its_row():
     assert list(csv.DictReader(io.StringIO(ablations.as_csv([row]))))[0]["PPL"] == ""
 
 
+def test_a_trial_that_the_scheduler_stopped_did_not_fail():
+    (row,) = ablations.summarize([trial("a", 2.0), trial("a", 0, 1, "stopped"), trial("a", 0, 2, "failed")], None)
+    assert (row["n"], row["stopped"], row["failed"]) == (1, 1, 1)
+
+
 def test_csv_has_every_metric_with_its_spread():
     rows = ablations.summarize([trial("a", 2.0, x=1.0), trial("a", 4.0, 1, x=1.0), trial("b", 3.0)], None)
     first, second = csv.DictReader(io.StringIO(ablations.as_csv(rows)))

@@ -86,6 +86,7 @@ def test_failing_and_worse_trials(tmp_path):
     assert [path.name for path in trace.glob("first.attempt*")] == ["first.attempt1"]
     table = (sweep_folder(root) / "out/table.txt").read_text()
     assert "failing lines=2" in table
+    assert "stopped early  failed" in table
     assert table in output
 
 

@@ -82,7 +82,8 @@ def _cost(trial: Trial, context: StepContext) -> str:
 
 @step_type(SweepStep, check=check_sweep, describe=describe_sweep, places=sweep_places)
 def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
-    """Result: {"text": the table, "trials": number, "failed", "rows": as `ablations.summarize` without metrics}.
+    """Result: {"text": the table, "title", "trials": number, "stopped", "failed", "rows": of `ablations.summarize`,
+    without metrics}.
 
     Raises ConfigError when no trial at all got anywhere, with the first one's error, and Interrupted once it was asked
     to stop and the steps that were running have saved.
@@ -220,15 +221,15 @@ def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepC
     context.storage.write_json(f"{out}/sweep.json", whole)
     context.storage.write_bytes(f"{out}/table.txt", text.encode())
     context.storage.write_bytes(f"{out}/table.csv", ablations.as_csv(rows).encode())
-    failed = sum(record["state"] == "failed" for record in records)
+    ended = {state: sum(record["state"] == state for record in records) for state in ("stopped", "failed")}
     kept = [{key: value for key, value in row.items() if key != "metrics"} for row in rows]
-    return {"text": text, "title": title, "trials": len(records), "failed": failed, "rows": kept}
+    return {"text": text, "title": title, "trials": len(records), **ended, "rows": kept}
 
 
 def _shown(row: Mapping[str, Any], with_paper: bool) -> dict[str, Any]:
     line = {"group": row["group"], "configuration": row["label"]}
     line["parameters"] = amount(row["parameters"]) if row["parameters"] else ""
-    line |= {"seeds": row["n"], "failed": row["failed"] or ""}
+    line |= {"seeds": row["n"], "stopped early": row["stopped"] or "", "failed": row["failed"] or ""}
     for name in ablations.SCORES:
         line[name] = ablations.plus_minus(row[name], row[f"{name}_std"])
         if with_paper:
