@@ -42,17 +42,17 @@ def test_check_mixer_names_what_is_wrong():
 
 
 def test_bench_mixers_reports_every_mixer_and_length(tmp_path):
-    out = tmp_path / "layers"
+    out = tmp_path / "new" / "layers-0.6b"
     result = invoke(
         "bench", "mixers", "--dim", "32", "--heads", "2", "--seq-len", "640", "--device", "cpu", "--mixers",
         '[{"type": "gdn"}, {"type": "window", "window": 8}]', "--out", str(out),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    rows = json.loads(out.with_suffix(".json").read_text())
+    rows = json.loads(Path(f"{out}.json").read_text())
     assert [(row["mixer"], row["seq_len"]) for row in rows] == [
         (mixer, length) for mixer in ("full", "gdn", "window(window=8)") for length in (512, 640)
     ]
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert Path(f"{out}.png").read_bytes().startswith(b"\x89PNG")
     by_name = {(row["mixer"], row["seq_len"]): row for row in rows}
     assert by_name["full", 640]["cache_bytes"] == 2 * 640 * 32 * 4
     assert by_name["gdn", 640]["cache_bytes"] == by_name["gdn", 512]["cache_bytes"]
@@ -112,6 +112,21 @@ def test_bench_mixers_refuses_a_shape_that_cannot_be_built():
     error = invoke("bench", "mixers", "--dim", "30", "--heads", "4", "--seq-len", "512", "--device", "cpu").exception
     assert isinstance(error, ConfigError)
     assert "num_heads 4 does not divide dim 30" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mixers", '["gdn"]'], '--mixers: "gdn" is no mixer; give objects like {"type": "gdn"}'),
+        (["--mixers", '[{"window": 8}]'], '--mixers: {"window": 8} is no mixer;'),
+        (["--device", "mps"], "--device mps: choose cuda or cpu"),
+        (["--out", "/dev/null/layers"], "/dev/null/layers cannot be written"),
+    ],
+)
+def test_bench_mixers_says_what_is_wrong_before_it_measures(options, message):
+    error = invoke("bench", "mixers", *options).exception
+    assert isinstance(error, ConfigError)
+    assert message in str(error)
 
 
 def row(mixer: str, seq_len: int, train_ms: float) -> dict:

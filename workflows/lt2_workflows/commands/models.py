@@ -153,14 +153,22 @@ def bench_mixers(
     import torch
 
     from lt2.analysis.layer_bench import bench_layers, crossover, name
+    from lt2.config import ConfigError
     from lt2_platform.storage import Storage
     from lt2_workflows.console import table
 
     if storage is not None:
         Storage(storage).check_writable()
+    if out is not None:
+        _check_writable(out)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if where not in ("cuda", "cpu") or (where == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"--device {where}: " + ("no GPU here" if where == "cuda" else "choose cuda or cpu"))
     listed = mixers.lstrip().startswith("[")
     chosen = read_json(mixers, "--mixers") if listed else [_named(mixer) for mixer in mixers.split(",")]
+    for fields in chosen:
+        if not isinstance(fields, dict) or "type" not in fields:
+            raise ConfigError(f'--mixers: {json.dumps(fields)} is no mixer; give objects like {{"type": "gdn"}}')
     if not any(fields.get("type") == "full" for fields in chosen):
         chosen = [{"type": "full"}, *chosen]
     lengths = doubling(min(512, seq_len), seq_len)
@@ -185,8 +193,9 @@ def bench_mixers(
         settings = {"dim": dim, "num_heads": num_heads, "batch": batch, "device": where, "dtype": str(dtype)[6:]}
         typer.echo(f"stored as {store_bench(storage, settings, rows)}: lt2 dashboard --storage {storage}")
     if out is not None:
-        out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        plot(rows, out.with_suffix(".png"), f"dim {dim}, {num_heads} heads, batch {batch}, {where}")
+        # Not with_suffix: of "bench-0.6b" it takes ".6b" for one.
+        Path(f"{out}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        plot(rows, Path(f"{out}.png"), f"dim {dim}, {num_heads} heads, batch {batch}, {where}")
 
 
 def _named(mixer: str) -> dict[str, Any]:
