@@ -92,6 +92,29 @@ def test_check_names_file_and_key(tmp_path):
         check_file(str(wrong))
 
 
+def test_a_file_of_nothing_and_one_that_is_no_yaml_are_not_valid(tmp_path):
+    file = tmp_path / "a.yaml"
+    for text, message in (
+        ("# only a comment\n", "a.yaml: holds nothing"),
+        ("a: [1\n", "a.yaml: not valid YAML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message) as caught:
+            check_file(str(file))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("pretrain_06b:lt2-hybrid", "lt2-pretrain-06b-lt2-hybrid"), ("recipes/My.py:run", "lt2-recipes-my-py-run"),
+     ("a" * 80, f"lt2-{'a' * 43}")],
+)  # fmt: skip
+def test_any_recipe_makes_a_name_that_kubernetes_takes(recipe, name):
+    job = SETTINGS.job.model_copy(update={"recipe": recipe})
+    settings = SETTINGS.model_copy(update={"name": "lt2", "job": job})
+    assert ray_job(settings)["metadata"]["name"] == name
+
+
 def test_rays_autoscaler_reads_the_pools_as_meant():
     """Ray's own translation of the resource: what the autoscaler believes each node offers."""
     resource = copy.deepcopy(CLUSTER)

@@ -14,8 +14,14 @@ from lt2.config import ConfigError
 def check_file(path: str) -> None:
     """Raise ConfigError, a line per problem, unless a RayCluster, RayJob or `ray up` file fits its schema."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
 
-    documents = list(YAML(typ="safe", pure=True).load_all(Path(path).read_text()))
+    try:
+        documents = list(YAML(typ="safe", pure=True).load_all(Path(path).read_text()))
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not documents:
+        raise ConfigError(f"{path}: holds nothing; `lt2 cluster render` writes such files")
     problems = [f"{path}: {problem}" for document in documents for problem in problems_of(document)]
     if problems:
         raise ConfigError("\n".join(problems))

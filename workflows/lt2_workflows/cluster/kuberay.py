@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -31,7 +32,9 @@ def ray_job(settings: ClusterSettings) -> dict[str, Any]:
         "ttlSecondsAfterFinished": 600,
         "rayClusterSpec": _cluster_spec(settings),
     }
-    return _resource(settings, "RayJob", f"{settings.name}-{job.recipe.replace('_', '-')}", spec)
+    # A recipe may be pretrain_06b:ROW or a file's path; KubeRay takes names of RayJobs up to 47 characters.
+    recipe = re.sub(r"[^a-z0-9]+", "-", job.recipe.lower())
+    return _resource(settings, "RayJob", f"{settings.name}-{recipe}"[:47].rstrip("-"), spec)
 
 
 def _resource(settings: ClusterSettings, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
