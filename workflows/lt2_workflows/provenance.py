@@ -67,7 +67,9 @@ def _checkout() -> dict[str, str | None]:
     snapshot = Path(__file__).with_name(SNAPSHOT)
     if snapshot.is_file():
         return json.loads(snapshot.read_text())
-    sha = _git("rev-parse", "HEAD")
+    # A wheel may be installed inside a repository of somebody else's, as .venv is, whose commits are not our code's.
+    ours = _git("ls-files", "--error-unmatch", Path(__file__).name)
+    sha = _git("rev-parse", "HEAD") if ours else None
     changes = _git("diff", "HEAD") if sha else None
     return {"git": sha, "dirty": hashlib.sha256(changes.encode()).hexdigest()[:12] if changes else None}
 
@@ -80,7 +82,11 @@ def _code(record: dict[str, Any]) -> str:
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, text=True, timeout=20
+            ["git", "-C", str(Path(__file__).parent), *arguments],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # a changed file may have any encoding
+            timeout=20,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
