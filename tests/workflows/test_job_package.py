@@ -77,6 +77,15 @@ def test_a_users_mixer_from_elsewhere_is_brought_in(tmp_path):
     assert (work / source).read_text() == MIXER
 
 
+def test_a_file_beside_the_recipe_hides_nothing_by_finding_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # as python -m and PYTHONPATH=. have it
+    for number, name in enumerate(("packed_of_mine.py", "packed.v2.py")):
+        Path(name).write_text(MIXER)
+        Path(f"out{number}").mkdir()
+        assert (Path(pack(with_mixer(name), Path(f"out{number}"))["working_dir"]) / name).is_file()
+
+
 def test_a_file_that_would_hide_a_module_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("stat.py").write_text(MIXER)

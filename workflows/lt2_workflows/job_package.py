@@ -100,9 +100,19 @@ def _ship_source(source: str, work: Path) -> str:
 
 def _copy(path: Path, work: Path, parent: Path) -> str:
     # Ray puts the working directory on sys.path: a stat.py in it would keep every worker from starting.
-    if parent == Path() and (path.stem in sys.stdlib_module_names or importlib.util.find_spec(path.stem)):
+    if parent == Path() and _hides_a_module(path):
         raise ConfigError(f"{path} hides the module {path.stem!r} on the cluster; rename it or put it in a folder")
     target = work / parent / path.name
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path, target)
     return str(parent / path.name)
+
+
+def _hides_a_module(path: Path) -> bool:
+    if "." in path.stem:  # gate.v2.py: no module can be called so
+        return False
+    if path.stem in sys.stdlib_module_names:
+        return True
+    spec = importlib.util.find_spec(path.stem)
+    # With the working directory on sys.path the file finds itself.
+    return spec is not None and (spec.origin is None or Path(spec.origin).resolve() != path.resolve())
