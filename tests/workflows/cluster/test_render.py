@@ -96,7 +96,7 @@ def test_a_file_of_nothing_and_one_that_is_no_yaml_are_not_valid(tmp_path):
     file = tmp_path / "a.yaml"
     for text, message in (
         ("# only a comment\n", "a.yaml: holds nothing"),
-        ("a: [1\n", "a.yaml: not valid YAML"),
+        ("a: [1\n", "a.yaml:2: not valid YAML: expected"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message) as caught:

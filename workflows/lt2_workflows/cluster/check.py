@@ -14,12 +14,13 @@ from lt2.config import ConfigError
 def check_file(path: str) -> None:
     """Raise ConfigError, a line per problem, unless a RayCluster, RayJob or `ray up` file fits its schema."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.error import MarkedYAMLError
 
     try:
         documents = list(YAML(typ="safe", pure=True).load_all(Path(path).read_text()))
-    except YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise ConfigError(f"{path}:{line}: not valid YAML: {(error.problem or 'no YAML').splitlines()[0]}") from None
     if not documents:
         raise ConfigError(f"{path}: holds nothing; `lt2 cluster render` writes such files")
     problems = [f"{path}: {problem}" for document in documents for problem in problems_of(document)]
