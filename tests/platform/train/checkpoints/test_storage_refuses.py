@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +60,19 @@ class Disk:
             self.full = False
 
 
+class Clock:
+    """A callback, and time as the saver reads it: each step takes 6 seconds, however busy the machine is."""
+
+    now = 0.0
+    perf_counter = staticmethod(time.perf_counter)
+
+    def monotonic(self):
+        return self.now
+
+    def on_step(self, state, metrics):
+        self.now = 6.0 * state.step
+
+
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     monkeypatch.setattr(saving, "FIRST_RETRY_SECONDS", 0.0)
@@ -93,10 +107,11 @@ def test_training_goes_on_and_saves_as_soon_as_storage_is_back(tmp_path, undistu
 
 def test_after_the_limit_the_run_fails_with_the_reason_and_the_old_checkpoint(tmp_path, monkeypatch, caplog):
     write_dataset(tmp_path / "data")
-    disk = Disk(monkeypatch, 3)
-    spec = open_run(tmp_path, pretrain_config(**CONFIG, save_patience_s=0))
-    with pytest.raises(StorageRefusedError, match=r"no checkpoint could be written to .*for 0 s .*No space left"):
-        worker.run(spec, callbacks=[disk])
+    disk, clock = Disk(monkeypatch, 3), Clock()
+    monkeypatch.setattr(saving, "time", clock)
+    spec = open_run(tmp_path, pretrain_config(**CONFIG, save_patience_s=10))
+    with pytest.raises(StorageRefusedError, match=r"no checkpoint could be written to .*for 12 s .*No space left"):
+        worker.run(spec, callbacks=[disk, clock])
     disk.full = False
     assert checkpoints(tmp_path / "run") == ["step-00000002"]
     assert worker.run(spec)["step"] == 8
