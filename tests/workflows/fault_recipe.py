@@ -40,6 +40,10 @@ def build_held(config: HeldConfig, train: Any) -> Any:
     return held
 
 
+def training() -> Workflow:
+    return Workflow("training", {"pretrain": trained().configs["pretrain"]})
+
+
 def trained() -> Workflow:
     return Workflow(
         "trained",

@@ -14,9 +14,12 @@ import torch
 from lt2_platform.step_records import died_here
 from lt2_workflows.commands.sweeps import sweep_workflow
 from tests.platform.train.packed import write_dataset
+from tests.workflows import fault_recipe
 from tests.workflows.conftest import FAKE_STEPS, wait_until
 from tests.workflows.sweeps.test_step import finish, records, start, sweep_folder
-from tests.workflows.test_node_loss import RECIPE, undisturbed, weights_and_losses
+from tests.workflows.test_node_loss import undisturbed, weights_and_losses
+
+RECIPE = f"{Path(fault_recipe.__file__)}:training"
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -33,7 +36,7 @@ def interrupted(root: Path, driver: subprocess.Popen, number: int) -> str:
 
 def test_running_trials_save_and_the_same_command_goes_on(tmp_path):
     data, root, gate = write_dataset(tmp_path / "data"), tmp_path / "storage", tmp_path / "gate"
-    sets = [f"pretrain.data={data}", f"evaluate.data={data}", "pretrain.train.checkpoint_every=1000"]
+    sets = [f"pretrain.data={data}", "pretrain.train.checkpoint_every=1000"]
     sets += [f"pretrain.train.objective.{item}" for item in (f"gate={gate}", "hold=2", "hold_s=4")]
     grid = ["pretrain.train.lr=[0.01, 0.003]"]
     arguments = [RECIPE, *(part for item in sets for part in ("--set", item)), "--grid", *grid]
