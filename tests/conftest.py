@@ -17,6 +17,9 @@ import pytest
 LOOPBACK = "127.0.0.1"
 os.environ["WANDB_MODE"] = "disabled"  # every training run would start wandb's own process; its tests ask for it
 
+# Tests kill processes, never the machine: what is written is there, synced or not, and syncing took much of their time.
+os.fsync = lambda descriptor: None
+
 
 def _free_port() -> int:
     with socket.socket() as probe:
