@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -25,7 +24,7 @@ class HeldConfig(ObjectiveConfig):
     type: Literal["held"] = "held"
     gate: str = "unset"
     hold: int = 15
-    hold_s: float = math.inf
+    hold_s: float = 3600.0
 
 
 def build_held(config: HeldConfig, train: Any) -> Any:

@@ -280,10 +280,17 @@ def main() -> int:
         return run_attempt(Storage(job["storage"]), workflow, job["step"], job["attempt"], job["ttl_s"], emit)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ConfigError as error:  # of the record: an attempt's own are in its end
+        emit({"event": STATES[BAD_INPUT], "attempt": job["attempt"], "error": str(error)})
+        return BAD_INPUT
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except Exception:  # the interpreter's own end would abort, because a thread is reading stdin
+        traceback.print_exc()
+        code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a thread that a library left behind must not keep a finished step's process alive.
