@@ -113,19 +113,21 @@ def check(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, Any]]:
     case = "decode, replayed" if recorded else "decode, not recorded"
     rows.append((case, "logits", relative(logits, oracle.logits(full[:, -16:]).detach()), LIMITS[name]))
     slack = SELECTING_FACTOR if mixer in SELECTING and dtype == torch.bfloat16 else 1.0
-    rows = [(case, what, error, limit * slack) for case, what, error, limit in rows]
-    return [
-        {"part": "parity", "mixer": mixer, "dtype": name, "case": case, "what": what, "error": error, "limit": limit,
-         "ok": bool(error <= limit)}
-        for case, what, error, limit in rows
-    ]  # fmt: skip
+    return [row(mixer, name, case, what, error, limit * slack) for case, what, error, limit in rows]
+
+
+def row(mixer: str, dtype: str, case: str, what: str, error: float, limit: float) -> dict[str, Any]:
+    return {
+        "part": "parity", "mixer": mixer, "dtype": dtype, "case": case, "what": what, "error": error, "limit": limit,
+        "ok": bool(error <= limit),
+    }  # fmt: skip
 
 
 def check_loss(dtype: torch.dtype, n_tokens: int) -> list[dict[str, Any]]:
     """The chunked cross entropy over a large vocabulary, with its gradients."""
     torch.manual_seed(0)
-    hidden = torch.randn(n_tokens, 256, device=device()).to(dtype).requires_grad_()
-    weight = (torch.randn(400 * n_tokens, 256, device=device()) / 8).to(dtype).requires_grad_()
+    hidden = torch.randn(n_tokens, 256, device=device()).to(dtype)
+    weight = (torch.randn(400 * n_tokens, 256, device=device()) / 8).to(dtype)
     targets = torch.randint(len(weight), (n_tokens,), device=device())
     targets[::5] = IGNORE
     found = {}
@@ -136,12 +138,9 @@ def check_loss(dtype: torch.dtype, n_tokens: int) -> list[dict[str, Any]]:
         grads = [leaf.grad.double().flatten() for leaf in leaves if leaf.grad is not None]
         found[kind] = {"forward": result.loss.detach()[None], "gradient": torch.cat(grads)}
     name = str(dtype).removeprefix("torch.")
-    rows = []
-    for what, limit in (("forward", LIMITS[name]), ("gradient", GRADIENT_LIMITS[name])):
-        error = relative(found[dtype][what], found[torch.float64][what])
-        rows.append({"part": "parity", "mixer": LOSS, "dtype": name, "case": "whole", "what": what, "error": error,
-                     "limit": limit, "ok": bool(error <= limit)})  # fmt: skip
-    return rows
+    limits = {"forward": LIMITS[name], "gradient": GRADIENT_LIMITS[name]}
+    ours, exact = found[dtype], found[torch.float64]
+    return [row(LOSS, name, "whole", what, relative(ours[what], exact[what]), limit) for what, limit in limits.items()]
 
 
 def few_tiles() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from lt2.config import CacheSpec, Dims, MixerConfig
+from lt2.mixer_configs.linear import Expansion
 
 
 class DeltaConfig(MixerConfig):
@@ -14,7 +15,7 @@ class DeltaConfig(MixerConfig):
 
     num_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
-    expand_v: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    expand_v: Expansion = 1.0
     conv_size: int = 4
     allow_neg_eigval: bool = False
 

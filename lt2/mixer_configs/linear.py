@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from lt2.config import CacheSpec, Dims, MixerConfig
+
+Expansion = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""How many times as wide as the model, or as the keys."""
 
 
 class LinearConfig(MixerConfig):
     """Fields shared by LA, RetNet and GLA: all heads together have dim·expand_k keys and dim·expand_v values."""
 
     num_heads: PositiveInt | None = None
-    expand_k: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    expand_v: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    expand_k: Expansion = 1.0
+    expand_v: Expansion = 1.0
 
     def heads(self, dims: Dims) -> tuple[int, int, int]:
         """(num_heads, head_k_dim, head_v_dim)."""
@@ -70,7 +73,7 @@ class RetNetConfig(LinearConfig):
     weights: ClassVar[str] = "retnet"
 
     type: Literal["retnet"] = "retnet"
-    expand_v: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    expand_v: Expansion = 2.0
 
     def rope_dim(self, dims: Dims) -> int | None:
         return self.heads(dims)[1]
@@ -89,7 +92,7 @@ class GatedLinearConfig(LinearConfig):
     weights: ClassVar[str] = "gla"
 
     type: Literal["gla"] = "gla"
-    expand_k: float = Field(default=0.5, gt=0, allow_inf_nan=False)
+    expand_k: Expansion = 0.5
     gate_low_rank: int = 16
     gate_logit_normalizer: float = 16.0
 

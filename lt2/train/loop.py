@@ -183,7 +183,7 @@ def train(
         due = _due(state.step, config)
         # The device is still at this step; without need the host listens to the one before only.
         requested = 0
-        for _ in range(len(unheard) - (0 if due else 1)):
+        while len(unheard) > (0 if due else 1):
             made = unheard.popleft()
             heard = made.news()
             if heard.bad_step:
