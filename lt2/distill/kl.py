@@ -129,8 +129,7 @@ class _ChunkedKL(torch.autograd.Function):
         ctx.grads = (grad_weight, grads)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(kl)
-        shares = torch.tensor(call.loop_weights, dtype=wide, device=weight.device)
-        return (shares * kl).sum(), kl
+        return torch.stack([share * value for share, value in zip(call.loop_weights, kl)]).sum(), kl
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

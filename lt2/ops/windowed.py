@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from lt2.ops import dispatch, outline
 from lt2.ops.attention import causal_attention, packed_attention, sdpa
-from lt2.ops.documents import document_starts, packed_documents, packed_layout
+from lt2.ops.documents import document_starts, packed_documents, whole_rows
 
 
 def windowed_attention(
@@ -32,12 +32,8 @@ def windowed_attention(
         return outline.attention(q, k, v)
     if backend == "torch":
         return _banded(q, k, v, window, doc_ids, scale)
-    layout = packed_layout(_no_cuts(q)) if doc_ids is None else packed_documents(doc_ids)
+    layout = whole_rows(*q.shape[:2], q.device) if doc_ids is None else packed_documents(doc_ids)
     return packed_attention(q, k, v, layout, scale=scale, window=window)
-
-
-def _no_cuts(q: Tensor) -> Tensor:
-    return torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)
 
 
 def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, doc_ids: Tensor | None, scale: float) -> Tensor:

@@ -72,9 +72,10 @@ def weighted_rows(weights: Tensor, table: Tensor, tokens: Tensor) -> Tensor:
 def invert(tokens: Tensor, count: int) -> Inverse:
     """The inverse of tokens (C, T), each in 0 .. count-1."""
     flat = tokens.flatten()
-    slots = flat.to(torch.int32).sort(stable=True).indices  # int32 takes the radix sort
-    ends = torch.bincount(flat, minlength=count).cumsum(0)
-    return Inverse(slots, slots // tokens.shape[-1], F.pad(ends[:-1], (1, 0)))
+    ordered, slots = flat.to(torch.int32).sort(stable=True)  # int32 takes the radix sort
+    each = torch.arange(count, dtype=torch.int32, device=tokens.device)
+    # Not by bincount, which waits for the device to know its own length.
+    return Inverse(slots, slots // tokens.shape[-1], torch.searchsorted(ordered, each))
 
 
 def add_blocks(total: Tensor, weights: Tensor, rows: Tensor, blocks: Tensor) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from lt2.ops.documents import document_changes, document_starts, packed_documents, packed_layout
+from lt2.ops.documents import document_changes, document_starts, packed_documents, packed_layout, whole_rows
 
 DOC_IDS = torch.tensor([[4, 4, 7, 7, 7, -1], [0, 0, 0, 0, 0, 0], [3, 2, 2, 1, 1, 1]])
 
@@ -28,3 +28,10 @@ def test_layout_implies_row_starts_and_is_remembered_by_object():
     assert not starts[0, 0]
     assert packed_layout(starts) is layout
     assert packed_layout(starts.clone()) is not layout
+
+
+def test_whole_rows_are_the_layout_without_any_start():
+    found, expected = whole_rows(3, 6, torch.device("cpu")), packed_layout(torch.zeros(3, 6, dtype=torch.bool))
+    for name in ("cu_seqlens", "first", "last"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert getattr(found, name).dtype == getattr(expected, name).dtype

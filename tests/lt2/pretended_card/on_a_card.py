@@ -1,0 +1,152 @@
+"""Training, prefill and decoding on a pretended card; run by test_pretended_card.py in a process of its own."""
+
+from __future__ import annotations
+
+import card  # pyright: ignore[reportMissingImports]  beside this file
+
+card.install()
+
+from collections.abc import Iterator  # noqa: E402
+from typing import Any  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from lt2.config import ModelConfig  # noqa: E402
+from lt2.decode import DecodeStep  # noqa: E402
+from lt2.model import LoopedLM  # noqa: E402
+from lt2.train import parallel  # noqa: E402
+from lt2.train.loop import Batch, TrainConfig, TrainState, train  # noqa: E402
+from lt2.train.loss import next_token_objective  # noqa: E402
+from lt2.train.optim import adamw, warmup_cosine  # noqa: E402
+
+B, L, V = 2, 256, 512
+MIXERS = {
+    **{name: {"type": name} for name in ("full", "la", "retnet", "mamba2", "gla", "hgrn2", "deltanet", "gdn", "kda")},
+    "mla": {"type": "mla"},
+    "window": {"type": "window", "window": 64},
+    "nsa": {"type": "nsa", "num_heads": 16, "num_kv_heads": 1},
+    "dsa": {"type": "dsa", "top_k": 64},
+    "dsa, chosen tokens only": {"type": "dsa", "top_k": 64, "warmup_steps": 0},
+}
+# fla asks itself how many pieces packed documents come to, for every layer of the first six.
+COUNTS_PIECES = {**dict.fromkeys(("la", "retnet", "mamba2", "gla", "hgrn2"), "chunk_h"), "nsa": "parallel"}
+OF_FLA = (*COUNTS_PIECES, "deltanet", "gdn", "kda")
+HYBRID = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
+
+
+def looped(layout: Any, n_layers: int = 2, dtype: torch.dtype = torch.float32, **settings: Any) -> LoopedLM:
+    sizes = {"vocab_size": V, "dim": 256, "n_layers": n_layers, "n_loops": 2, "num_heads": 2, "max_seq_len": L}
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda"):
+            return LoopedLM(ModelConfig(**sizes, layout=layout, **settings))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def tokens(rows: int = B, device: str = "cuda") -> torch.Tensor:
+    return torch.zeros(rows, L + 1, dtype=torch.int64, device=device)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_training_step_stays_on_the_card_and_does_not_wait(name, packed):
+    with card.running():
+        model = looped({"type": "uniform", "mixer": MIXERS[name]}).train()
+        batch = Batch(tokens=tokens(), doc_ids=tokens() if packed else None, step=5)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss, _, _ = next_token_objective(document_mask=packed)(model, batch)
+        loss.backward()
+        assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.is_cuda] == []
+    assert card.launched["cross_entropy_fwd_kernel"] == card.launched["cross_entropy_bwd_kernel"] == 1
+    assert (len(card.launched) > 2) == (name in OF_FLA or "chosen" in name), card.launched
+    waits = dict(card.waits)
+    if packed:
+        assert (
+            waits.pop("documents._packed_layout", 0) <= 2
+        )  # once for attention, once for recurrences, whatever N and T
+        for place in [place for place in waits if place.split(".")[0] == COUNTS_PIECES.get(name)]:
+            del waits[place]
+    assert waits == {}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_prefill_and_decoding_stay_on_the_card_and_do_not_wait(name):
+    with card.running(), torch.no_grad():
+        model = looped({"type": "uniform", "mixer": MIXERS[name]}, dtype=torch.bfloat16).eval()
+        cache = model.init_cache(B, L)
+        model(tokens()[:, :100], cache=cache, lengths=torch.full((B,), 100, device="cuda"))
+        step = DecodeStep(model, cache, record=False)
+        for _ in range(2):
+            assert step(tokens()[:, 0]).shape == (B, V)
+    assert card.waits == {}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "block", "loop"])
+def test_the_loop_listens_to_the_step_before_only(recompute):
+    """Once a step, when the next one is on its way; and where it logs, for five figures."""
+
+    def data() -> Iterator[Batch]:
+        while True:
+            yield Batch(tokens=tokens(4, "cpu"))
+
+    with card.running():
+        model = looped(HYBRID)
+        parallel.wrap_blocks(model, recompute=recompute)
+        config = TrainConfig(steps=3, global_batch_size=4, micro_batch_size=2, lr=1e-3, log_every=3)
+        optimizer, schedule = adamw(model, lr=1e-3), warmup_cosine(lr=1e-3, steps=3)
+        train(model, next_token_objective(), data(), optimizer, schedule, config, TrainState())
+    assert card.waits.pop("guard.read") == 3
+    assert {place.split(".")[0] for place in card.waits} == {"loop"}
+    assert card.waits.total() == 5
+
+
+OURO = {"sandwich_norm": True, "norm_each_loop": True, "loop_residual": False, "halting": {"type": "exit_gate"}}
+FULL = {"type": "uniform", "mixer": {"type": "full"}}
+KEPT = {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [1]}
+RANDOM = {"type": "random", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "fraction": 0.5}
+OTHERS = {  # name -> (objective, the model's settings)
+    "exit gate": ({"type": "exit_gate"}, {"layout": FULL, **OURO}),
+    "act": ({"type": "next_token"}, {"layout": HYBRID, "halting": {"type": "act"}}),
+    "random layout": ({"type": "next_token"}, {"layout": RANDOM}),
+    "align": ({"type": "align"}, {"layout": {**KEPT, "both": True, "kept": []}}),
+    "distill": ({"type": "distill", "k": 16}, {"layout": KEPT}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_objectives_stay_on_the_card_and_do_not_wait(name):
+    kind, settings = OTHERS[name]
+    config = TrainConfig(steps=3, global_batch_size=B, lr=1e-3, objective=kind)
+    with card.running():
+        model = looped(**settings).train()
+        teacher = looped(FULL).eval().requires_grad_(False) if name == "distill" else None
+        objective = config.objective.build(config, teacher)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss, _, metrics = objective(model, Batch(tokens=tokens(), step=1))
+        loss.backward()
+        assert loss.is_cuda
+        assert all(value.is_cuda for value in metrics.values())
+    assert card.waits == {}
+
+
+def test_layers_and_loops_share_what_is_compiled():
+    """fla's kernels break a block's graph; what is between them is compiled once, whatever N and T."""
+    from torch._dynamo.utils import counters
+
+    frames = []
+    for n_layers in (2, 6):
+        torch._dynamo.reset()
+        counters.clear()
+        with card.running():
+            model = looped(HYBRID, n_layers).train()
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend="eager")
+            for step in (5, 6):
+                with torch.autocast("cuda", torch.bfloat16):
+                    next_token_objective()(model, Batch(tokens=tokens(), step=step))[0].backward()
+        frames.append(dict(counters["frames"]))
+        assert counters["graph_break"]
+        assert all("chunk_gated_delta_rule" in reason for reason in counters["graph_break"]), counters["graph_break"]
+    assert frames[0] == frames[1]
