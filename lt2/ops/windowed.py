@@ -32,7 +32,7 @@ def windowed_attention(
         return outline.attention(q, k, v)
     if backend == "torch":
         return _banded(q, k, v, window, doc_ids, scale)
-    layout = whole_rows(*q.shape[:2], q.device) if doc_ids is None else packed_documents(doc_ids)
+    layout = whole_rows(q.shape[0], q.shape[1], q.device) if doc_ids is None else packed_documents(doc_ids)
     return packed_attention(q, k, v, layout, scale=scale, window=window)
 
 
