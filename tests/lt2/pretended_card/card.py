@@ -57,6 +57,23 @@ def running():
         yield
 
 
+class Moment:
+    """A stream, or an event in one: on this card nothing takes time."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def _at_once(self, *args: Any) -> Moment:
+        return self
+
+    wait_stream = wait_event = wait = record = record_event = _at_once
+
+    def synchronize(self) -> None:
+        waits[_who()] += 1
+
+
 def _pretend_to_torch(cuda: Any) -> None:
     def always(value: Any) -> Any:  # one function for each name: Dynamo tells torch's functions apart by identity
         return lambda *args, **kwargs: value
@@ -71,11 +88,12 @@ def _pretend_to_torch(cuda: Any) -> None:
         SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 * 10**9)
     )
     cuda.get_rng_state, cuda.set_rng_state = lambda *args: torch.zeros(16, dtype=torch.uint8), always(None)
-    cuda.current_stream = always(SimpleNamespace(cuda_stream=0))
     cuda.init, cuda._lazy_init = always(None), always(None)
     cuda.device = lambda *args: contextlib.nullcontext()
     cuda.synchronize = waiting
-    cuda.Event = always(SimpleNamespace(record=always(None), synchronize=waiting))
+    cuda.Event, torch.Event, cuda.Stream = Moment, Moment, Moment  # type: ignore[misc,assignment]
+    cuda.current_stream, cuda.stream = lambda *args: Moment(), lambda *args: contextlib.nullcontext()
+    Tensor.record_stream = always(None)  # type: ignore[method-assign]
 
 
 def _pretend_to_triton() -> None:
@@ -130,9 +148,11 @@ def _answer_fla() -> None:
 
 def _answer_what_waits() -> None:
     """A fake tensor has no value to look at and raises; answer where looking is known and meant, and count it."""
-    item = Tensor.item
+    item, places = Tensor.item, Tensor.nonzero
 
     def nonzero(mask: Tensor) -> Tensor:
+        if not isinstance(mask, FakeTensor):
+            return places(mask)
         waits[_who()] += 1
         return torch.zeros(DOCUMENTS, mask.ndim, dtype=torch.int64, device=mask.device)
 

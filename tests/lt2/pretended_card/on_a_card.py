@@ -11,6 +11,9 @@ from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from lt2.config import ModelConfig  # noqa: E402
 from lt2.decode import DecodeStep  # noqa: E402
@@ -83,20 +86,31 @@ def test_prefill_and_decoding_stay_on_the_card_and_do_not_wait(name):
     assert card.waits == {}
 
 
+def eight_ranks() -> DeviceMesh:
+    """A process group whose collectives move nothing."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    return dist.device_mesh.init_device_mesh("cuda", (8,), mesh_dim_names=("data",))
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("recompute", ["none", "selective", "block", "loop"])
-def test_the_loop_listens_to_the_step_before_only(recompute):
+def test_the_loop_listens_to_the_step_before_only(recompute, ranks):
     """Once a step, when the next one is on its way; and where it logs, for five figures."""
 
     def data() -> Iterator[Batch]:
         while True:
             yield Batch(tokens=tokens(4, "cpu"))
 
+    mesh = eight_ranks() if ranks > 1 else None
     with card.running():
         model = looped(HYBRID)
         parallel.wrap_blocks(model, recompute=recompute)
-        config = TrainConfig(steps=3, global_batch_size=4, micro_batch_size=2, lr=1e-3, log_every=3)
+        sharding = None if mesh is None else parallel.shard(model, mesh, param_dtype=torch.bfloat16)
+        config = TrainConfig(steps=3, global_batch_size=4 * ranks, micro_batch_size=2, lr=1e-3, log_every=3)
         optimizer, schedule = adamw(model, lr=1e-3), warmup_cosine(lr=1e-3, steps=3)
-        train(model, next_token_objective(), data(), optimizer, schedule, config, TrainState())
+        state = TrainState()
+        train(model, next_token_objective(), data(), optimizer, schedule, config, state, sharding=sharding)
     assert card.waits.pop("guard.read") == 3
     assert {place.split(".")[0] for place in card.waits} == {"loop"}
     assert card.waits.total() == 5
