@@ -2,7 +2,8 @@
 
 What is in a batch depends only on the set of requests (duplicates asked once, sorted by length, then content), never on
 their order, on how many actors there are, or on which batches an earlier attempt has answered. So the numbers are
-bitwise the same on 1 or N actors of one kind, and a killed evaluation continues on another number of them.
+bitwise the same on 1 or N actors of one kind, and a killed evaluation continues on another number of them. An answer is
+found again by the same code only: one from before a fix is computed anew.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any, Literal
 
 import torch
 
+from lt2.config import ModelConfig
 from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.harness.code import code_sha256
 from lt2_platform.evaluate.harness.models import ModelSource, load
 from lt2_platform.evaluate.harness.scoring import Pair, Scorer
 from lt2_platform.storage import Storage
@@ -32,7 +35,7 @@ class Work:
     until: tuple[str, ...] = ()
 
     def key(self, model: str) -> str:
-        """Name of its answer by the model with this identity."""
+        """Name of its answer by the model, and the code, with this identity."""
         text = json.dumps([model, asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -86,11 +89,18 @@ class Dispatcher:
     """
 
     def __init__(
-        self, source: ModelSource, out: str, *, actors: int = 0, scorer: Scorer | None = None, cpus: int = 1
+        self,
+        source: ModelSource,
+        out: str,
+        *,
+        actors: int = 0,
+        scorer: Scorer | None = None,
+        cpus: int = 1,
+        looped: ModelConfig | None = None,
     ) -> None:
-        """`scorer`: the loaded model for answering here, so that it need not be loaded again."""
+        """`scorer`: the loaded model for answering here, so that it need not be loaded again; `looped`: its config."""
         self.source, self.storage, self.actors, self.cpus = source, Storage(out), actors, cpus
-        self.model_id = source.identity()
+        self.model_id = f"{source.identity()} {code_sha256(looped)}"
         self.scorer = scorer
         self.tally = Tally()
         self.pool: list[Any] = []

@@ -82,7 +82,7 @@ def evaluate(
                 f"{tokenizer.name!r}; build {name} again with the model's tokenizer"
             )
     votes = looped.layout.votes if looped is not None and isinstance(looped.layout, RandomLayout) else 1
-    dispatcher = Dispatcher(source, out, actors=actors, scorer=scorer, cpus=config.cpus_per_actor)
+    dispatcher = Dispatcher(source, out, actors=actors, scorer=scorer, cpus=config.cpus_per_actor, looped=looped)
     rows = []
     for name, record in records.items():
         definition = define(name, record, config, tokenizer)
