@@ -1,12 +1,13 @@
 """Paired comparison of two evaluations."""
 
 import json
+import math
 
 import pytest
 from scipy import stats
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.compare import compare
+from lt2_platform.evaluate.compare import compare, sign_test
 from lt2_platform.storage import Storage
 
 
@@ -28,6 +29,19 @@ def test_right_and_wrong_items_by_mcnemars_exact_test(tmp_path):
     assert row["p_value"] == pytest.approx(stats.binomtest(5, 6).pvalue)
     difference = [y - x for x, y in zip(a, b)]
     assert row["stderr"] == pytest.approx(stats.sem(difference))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 40])
+def test_the_sign_test_counts_every_outcome(n):
+    for fewer in range(n // 2 + 1):
+        outcomes = sum(math.comb(n, k) for k in range(n + 1) if min(k, n - k) <= fewer)
+        assert sign_test(fewer, n) == outcomes / 2**n
+
+
+@pytest.mark.parametrize("fewer", [0, 28_000, 29_500, 29_980, 30_000])
+def test_the_sign_test_of_60_000_items(fewer):
+    expected = stats.binomtest(fewer, 60_000).pvalue
+    assert sign_test(fewer, 60_000) == pytest.approx(expected, rel=1e-9, abs=0)
 
 
 def test_other_scores_by_the_normal_distribution(tmp_path):
