@@ -100,8 +100,9 @@ def program_length(n_bits: int, n_swaps: int) -> int:
 class StateRecallConfig(Config):
     """The curriculum of state-based recall (paper, Sec. 5): which n = m a model learns. The defaults are the paper's.
 
-    A stage is passed when the accuracy over all asserts of `eval_examples` programs reaches `threshold` within
-    `max_steps`; weights and optimizer then go on to the next stage. The vocabulary is that of the largest stage.
+    A stage is passed when the accuracy over all asserts of `eval_examples` programs, looked at every `eval_every` steps
+    and at the last, reaches `threshold` within `max_steps`; weights and optimizer then go on to the next stage. The
+    vocabulary is that of the largest stage.
 
     Two settings make small budgets go further; neither is in the paper. `opening` are programs of (bits, swaps) to
     learn before the stages, by the same rule: with one swap, looking up a bit is learned before swaps are followed.

@@ -42,8 +42,9 @@ def run_curriculum(
         history = checkpoint.read_info(newest).train["history"]
         for entry in history:
             evaluated(entry)
-    while (size := current(config, history)) is not None:
-        state, entry = practise(config, model, optimizer, size, state)
+    while (following := current(config, history)) is not None:
+        size, steps = following
+        state, entry = practise(config, model, optimizer, size, state, steps)
         history.append(entry)
         evaluated(entry)
         checkpoint.save(

@@ -115,8 +115,9 @@ def practise(
     optimizer: torch.optim.Optimizer,
     size: tuple[int, int],
     state: TrainState,
+    steps: int,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Train `eval_every` steps on programs of `size`, in place.
+    """Train `steps` steps on programs of `size`, in place.
 
     Returns the state and an entry of a history: {n (bits), swaps, step, loss, all, final, moved}.
     """
@@ -128,7 +129,7 @@ def practise(
         optimizer,
         lambda step: config.lr * min(1.0, (step + 1) / max(1, config.warmup_steps)),
         TrainConfig(
-            steps=state.step + config.eval_every,
+            steps=state.step + steps,
             global_batch_size=config.batch_size,
             lr=config.lr,
             log_every=config.eval_every,
@@ -140,14 +141,15 @@ def practise(
     return state, {"n": size[0], "swaps": size[1], "step": state.step, "loss": state.loss, **scores}
 
 
-def current(config: StateRecallConfig, history: list[dict[str, Any]]) -> tuple[int, int] | None:
-    """The size to train on next; None when the last stage is passed or a size's steps are used up."""
+def current(config: StateRecallConfig, history: list[dict[str, Any]]) -> tuple[tuple[int, int], int] | None:
+    """The size to train on next, and for how many steps; None when the last stage is passed or a size's are used up."""
     passed = sizes_passed(config, history)
     left = [size for size in config.curriculum if size not in passed]
     if not left:
         return None
-    spent = sum(config.eval_every for entry in history if (entry["n"], entry["swaps"]) == left[0])
-    return left[0] if spent < config.max_steps else None
+    evaluations = sum((entry["n"], entry["swaps"]) == left[0] for entry in history)
+    steps = min(config.eval_every, config.max_steps - evaluations * config.eval_every)
+    return (left[0], steps) if steps > 0 else None
 
 
 def n_max(config: StateRecallConfig, history: list[dict[str, Any]]) -> int:

@@ -18,10 +18,10 @@ def config(**fields):
 def test_stages_advance_stop_and_end():
     entry = lambda n, score: {"n": n, "swaps": n, "all": score}  # noqa: E731
     limited = config(max_steps=8)
-    assert current(limited, []) == (5, 5)
-    assert current(limited, [entry(5, 0.5)]) == (5, 5)
+    assert current(limited, []) == ((5, 5), 4)
+    assert current(limited, [entry(5, 0.5)]) == ((5, 5), 4)
     assert current(limited, [entry(5, 0.5), entry(5, 0.6)]) is None
-    assert current(limited, [entry(5, 0.5), entry(5, 0.95)]) == (6, 6)
+    assert current(limited, [entry(5, 0.5), entry(5, 0.95)]) == ((6, 6), 4)
     assert current(limited, [entry(5, 0.95), entry(6, 0.9)]) is None
 
 
@@ -50,9 +50,9 @@ def test_a_curriculum_resumes_to_the_same_bits(tmp_path):
 def test_opening_programs_come_first_and_are_no_stage(tmp_path, monkeypatch):
     entry = lambda swaps, score: {"n": 6, "swaps": swaps, "all": score}  # noqa: E731
     settings = config(opening=((6, 1), (6, 3)), stages=(6, 7), max_steps=8)
-    assert current(settings, []) == (6, 1)
-    assert current(settings, [entry(1, 0.95)]) == (6, 3)
-    assert current(settings, [entry(1, 0.95), entry(3, 0.9)]) == (6, 6)
+    assert current(settings, []) == ((6, 1), 4)
+    assert current(settings, [entry(1, 0.95)]) == ((6, 3), 4)
+    assert current(settings, [entry(1, 0.95), entry(3, 0.9)]) == ((6, 6), 4)
     assert current(settings, [entry(1, 0.95), *[entry(3, 0.5)] * 2]) is None
     monkeypatch.setattr(state_recall_programs, "accuracy", lambda *_, **__: {"all": 1.0, "final": 1.0, "moved": 1.0})
     found = run_curriculum(config(opening=((6, 2),), stages=(6,), max_steps=4), out=str(tmp_path / "passed"))
@@ -84,6 +84,26 @@ def test_what_cannot_be_built_is_named_at_once():
 def test_a_model_that_fails_the_first_stage_has_no_n_max(tmp_path):
     failed = run_curriculum(config(threshold=1.0, max_steps=4), out=str(tmp_path))
     assert (failed["n_max"], failed["stage"], failed["steps"]) == (0, 0, 4)
+
+
+def test_a_stage_ends_at_max_steps_also_between_evaluations(tmp_path):
+    found = run_curriculum(config(threshold=1.0, max_steps=10), out=str(tmp_path / "rest"))
+    assert [entry["step"] for entry in found["history"]] == [4, 8, 10]
+    assert found["steps"] == 10
+    short = run_curriculum(config(threshold=1.0, max_steps=3), out=str(tmp_path / "short"))
+    assert [entry["step"] for entry in short["history"]] == [3]
+
+
+def test_the_next_stage_has_all_of_its_steps_after_one_that_ended_early(tmp_path, monkeypatch):
+    scores = iter([0.0, 0.0, 1.0, 0.0, 0.0, 0.0])  # the first stage is passed by its last evaluation, at step 10
+    monkeypatch.setattr(
+        state_recall_programs, "accuracy", lambda *_, **__: {"all": next(scores), "final": 0.0, "moved": 0.0}
+    )
+    found = run_curriculum(config(max_steps=10), out=str(tmp_path))
+    assert [(entry["n"], entry["step"]) for entry in found["history"]] == [
+        (5, 4), (5, 8), (5, 10), (6, 14), (6, 18), (6, 20),
+    ]  # fmt: skip
+    assert found["n_max"] == 5
 
 
 @pytest.mark.parametrize("stages", [(), (4, 8), (16, 8)])
