@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -13,6 +16,9 @@ from lt2.config import ConfigError
 
 STORAGE_ERRORS = (OSError, BotoCoreError, ClientError)
 
+PATIENCE_SECONDS = 900.0  # as checkpoints wait for storage (train.save_patience_s)
+LONGEST_PAUSE_SECONDS = 60.0
+
 CHOOSE = "choose another with --storage or LT2_STORAGE"
 _NOTE = "storage root: "
 _KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -20,6 +26,30 @@ _KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Answer = TypeVar("Answer")
+
+log = logging.getLogger(__name__)
+
+
+def patiently(ask: Callable[[], Answer], stop: threading.Event | None = None) -> Answer:
+    """What `ask` answers, for whoever leads work that others are at: its end would be theirs.
+
+    A store that refuses (the S3 client has asked it five times by then) is asked again after 1, 2, 4, … at most 60
+    seconds, until PATIENCE_SECONDS have passed or `stop` is set; then its refusal is raised. That a file is not there
+    is raised at once. `ask` may be called again after it did a part of its work.
+    """
+    began, pause, stop = time.monotonic(), min(1.0, LONGEST_PAUSE_SECONDS), stop or threading.Event()
+    while True:
+        try:
+            return ask()
+        except _BUGS:
+            raise
+        except STORAGE_ERRORS as error:
+            if stop.is_set() or time.monotonic() + pause - began > PATIENCE_SECONDS:
+                raise
+            log.warning("storage refuses (%s); asking again in %.0f s", reason(error), pause)
+        stop.wait(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from lt2.config import ConfigError
 from lt2.train.config import TrainConfig
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.storage_errors import STORAGE_ERRORS
+from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
 from lt2_platform.train import evaluation_records
 from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.checkpoints.retention import Keep
@@ -78,13 +79,16 @@ class SideEvaluations:
 
     def drain(self) -> None:
         """Wait for every evaluation that is left, then drop the checkpoints that were kept for them."""
-        self.look()
+        patiently(self.look)
         if self.handles:
             log.info("training is over; waiting for %d evaluations", len(self.handles))
         for name in list(self.handles):
-            self._take(name)
-        folder = Storage(self.spec.out).join("checkpoints")
-        checkpoint.drop(folder, Keep.of_run(TrainConfig.model_validate(self.spec.train)))
+            patiently(partial(self._take, name))
+        folder, keep = (
+            Storage(self.spec.out).join("checkpoints"),
+            Keep.of_run(TrainConfig.model_validate(self.spec.train)),
+        )
+        patiently(lambda: checkpoint.drop(folder, keep))
 
     def start(self, name: str) -> Any:
         options = {"num_cpus": self.plan.cpus, "num_gpus": self.gpus, "name": f"evaluate {name}"}
@@ -102,9 +106,10 @@ class SideEvaluations:
 
     def _take(self, name: str) -> None:
         try:
-            self.result(self.handles.pop(name))
+            self.result(self.handles[name])
         except (RayError, ConfigError) as error:  # its worker died, or it raised: training goes on
             self._over(name, "failed", str(error).strip().splitlines()[-1])
+        del self.handles[name]  # last: what storage refuses above is tried again
 
     def _over(self, name: str, state: str, reason: str) -> None:
         log.warning("evaluation of %s %s: %s", name, state, reason)

@@ -26,7 +26,7 @@ from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.signals import kept
 from lt2_platform.storage import Storage
-from lt2_platform.storage_errors import STORAGE_ERRORS
+from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
@@ -120,7 +120,7 @@ def pretrain(
                     if request.asked.is_set():
                         raise
                     log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
-    return close_run(spec, result)
+    return patiently(lambda: close_run(spec, result))
 
 
 class CallersSignals(TorchTrainer):
@@ -170,7 +170,7 @@ def _fit(
 ) -> dict[str, Any]:
     """One life of a worker group; raises PreemptedError if it saved and ended early because it was told to."""
     # A new name per attempt: Ray must not resume anything on its own.
-    name = f"attempt-{len(storage.list('ray')) + 1:04d}"
+    name = f"attempt-{len(patiently(lambda: storage.list('ray'))) + 1:04d}"
     filesystem, path = storage.arrow_fs("ray")
     run_config = RunConfig(
         name=name,

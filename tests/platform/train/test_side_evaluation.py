@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from botocore.exceptions import EndpointConnectionError
 
 from lt2.config import ConfigError
+from lt2_platform import storage_errors
 from lt2_platform.evaluate import diagnostics
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import evaluation_records, side_evaluation, worker
+from lt2_platform.train import evaluation_records, side_evaluation, trainer, worker
 from lt2_platform.train.config import TrainingEvaluation
 from lt2_platform.train.evaluation_records import note, record, wanted
 from lt2_platform.train.side_evaluation import SideEvaluations
@@ -192,6 +194,56 @@ def test_a_store_that_is_away_for_a_while_ends_no_watching(trained, monkeypatch,
     side._run()
     assert len(looks) == 2
     assert "are not looked after (Could not connect" in caplog.text
+
+
+def test_the_end_of_training_waits_for_a_store_that_is_away(trained, monkeypatch):
+    monkeypatch.setattr(storage_errors, "LONGEST_PAUSE_SECONDS", 0.0)
+    side = NoRoom(trained, max_waiting=9)
+    side.look()
+    asked, listed = [], Storage.list
+
+    def listing(storage, path=""):
+        asked.append(path)
+        if len(asked) % 2:  # every question is refused once
+            raise EndpointConnectionError(endpoint_url="http://away")
+        return listed(storage, path)
+
+    def noting(*args, **more):
+        asked.append(args)
+        if len(asked) % 2:
+            raise EndpointConnectionError(endpoint_url="http://away")
+        note(*args, **more)
+
+    monkeypatch.setattr(Storage, "list", listing)
+    monkeypatch.setattr(evaluation_records, "note", noting)
+    side.drain()
+    names = [f"step-{step:08d}" for step in (2, 4, 6, 8)]
+    assert [record(trained.out, name)["state"] for name in names] == ["failed"] * 4
+    assert side.handles == {}
+
+
+def test_a_run_that_is_over_is_closed_when_the_store_is_back(tmp_path, monkeypatch):
+    write_dataset(tmp_path / "data")
+    monkeypatch.setattr(storage_errors, "LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "some_ray", lambda parallelism: nullcontext())
+    monkeypatch.setattr(trainer, "_scaling", lambda *more: None)
+    exists, away = Storage.exists, []
+
+    def asking(storage, path=""):
+        if away and away.pop():
+            raise EndpointConnectionError(endpoint_url="http://away")
+        return exists(storage, path)
+
+    def fit(trainer, settings, *more):
+        result = worker.run(worker.WorkerSpec(**settings["spec"]))
+        away.extend([True, True])
+        return result
+
+    monkeypatch.setattr(Storage, "exists", asking)
+    monkeypatch.setattr(trainer, "_fit", fit)
+    assert run(tmp_path, pretrain_config(steps=2))["step"] == 2
+    assert away == []
+    assert Storage(str(tmp_path / "run")).read_json("summary.json")["step"] == 2
 
 
 def test_a_run_that_fails_leaves_no_evaluation_behind(trained, monkeypatch):

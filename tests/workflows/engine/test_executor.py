@@ -9,9 +9,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 from lt2.config import ConfigError
 from lt2.train.loop import NonFiniteLossError
+from lt2_platform import storage_errors
 from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
 from lt2_workflows.engine import attempt, executor, records
@@ -230,6 +232,40 @@ def test_the_lease_of_a_killed_attempt_is_released_by_its_driver(storage, monkey
     }
     records.release_for(storage, "steps/a-1", 2)  # it never got as far as a lease
     assert not storage.exists("steps/a-1/attempts/2/lease.json")
+
+
+def test_a_store_that_is_away_for_a_while_ends_no_workflow(storage, monkeypatch, caplog):
+    monkeypatch.setattr(storage_errors, "LONGEST_PAUSE_SECONDS", 0.0)
+    drive, asked = executor._drive, []
+
+    def driving(driver, step):
+        def refused_at_first(question):
+            def ask(*of):
+                asked.append(of)
+                if len(asked) % 2:
+                    raise EndpointConnectionError(endpoint_url="http://away")
+                return question(*of)
+
+            return ask
+
+        with monkeypatch.context() as away:
+            away.setattr(executor, "read_done", refused_at_first(read_done))
+            away.setattr(records, "last_attempt", refused_at_first(records.last_attempt))
+            return drive(driver, step)
+
+    monkeypatch.setattr(executor, "_drive", driving)
+    outcomes, events = execute(storage, "chain", only="first")
+    assert states(outcomes) == {"first": "done"}
+    assert "retry" not in kinds(events, "first")
+    assert len(asked) == 6  # done.json, the newest attempt, and done.json after it: each was refused once
+    assert "storage refuses (Could not connect" in caplog.text
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, attempt.INFRASTRUCTURE), (500, attempt.INFRASTRUCTURE), (403, 1)])
+def test_a_store_with_a_trouble_of_its_own_is_no_failure_of_the_step(status, code):
+    refused = OSError("said no")  # as s3fs raises it
+    refused.__cause__ = ClientError({"Error": {}, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
+    assert attempt._classify(refused) == code
 
 
 def test_an_event_that_storage_refuses_comes_with_the_next(storage, monkeypatch, caplog):

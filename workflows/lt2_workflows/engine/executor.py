@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lt2.config import ConfigError
+from lt2_platform.storage_errors import patiently
 from lt2_workflows.engine.attempt import BAD_INPUT, BUSY, DONE, INFRASTRUCTURE, INTERRUPTED, StepContext
 from lt2_workflows.engine.child import run_child
 from lt2_workflows.engine.cores import side_by_side
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MAX_LOST, MAX_LOST_WITHOUT_PROGRESS = 100, 4
 
 Say = Callable[[dict[str, Any]], None]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Driver:
     side_by_side: Mapping[str, int]
     stopping: threading.Event
     at_once: threading.Event = field(default_factory=threading.Event)
+
+    def ask(self, question: Callable[[], Answer]) -> Answer:
+        """What storage answers: one that is away for a while is no reason to end the steps that run."""
+        return patiently(question, self.stopping)
 
     def tell(self, step: Step, event: str, **details: Any) -> None:
         message = {"step": step.name, "event": event, **details}
@@ -165,7 +171,7 @@ def _drive(driver: Driver, step: Step) -> Outcome:
     watch = Watch(driver.storage, step.folder)
     ran = False
     while True:
-        done = read_done(driver.storage, step)
+        done = driver.ask(lambda: read_done(driver.storage, step))
         if done is not None:
             return _finished(driver, step, done, ran)
         newest = _wait_for_turn(driver, step, watch)
@@ -216,10 +222,10 @@ def _wait_for_turn(driver: Driver, step: Step, watch: Watch) -> int | None:
     """The newest attempt's number once no living process holds it; None when the step got done meanwhile."""
     told = False
     while not driver.stopping.is_set():
-        newest, holder = watch.holder()
+        newest, holder = driver.ask(watch.holder)
         if holder is None:
             return newest
-        if read_done(driver.storage, step) is not None:
+        if driver.ask(lambda: read_done(driver.storage, step)) is not None:
             return None
         if not told:
             # Of a holder that has just died we cannot tell yet; it costs its time-to-live to be sure.

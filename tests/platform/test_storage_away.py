@@ -1,0 +1,135 @@
+"""A store that refuses for a while is asked again by whoever leads work that others are at."""
+
+import errno
+import os
+import socket
+import struct
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from lt2_platform import storage_errors
+from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import patiently
+
+
+class Pauses(threading.Event):
+    """Pauses that take no time."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = []
+
+    def wait(self, timeout=None):
+        self.taken.append(timeout)
+        return self.is_set()
+
+
+class S3Object(BaseHTTPRequestHandler):
+    """One object of a bucket, behind the server's faults: codes of S3, or None for a connection that is cut."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        code, status = self.server.faults.pop(0) if self.server.faults else ("", 200)
+        if code is None:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+            return
+        body = f"<Error><Code>{code}</Code><Message>why</Message></Error>".encode() if code else b"here"
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An S3 server with `faults` to answer first; the client itself asks no second time where it can be told so."""
+    served = ThreadingHTTPServer(("127.0.0.1", 0), S3Object)
+    served.faults = []
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{served.server_port}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+        "NO_PROXY": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield served
+    served.shutdown()
+    served.server_close()
+
+
+FAULTS = {
+    "InternalError": [("InternalError", 500)] * 2,
+    "ServiceUnavailable": [("ServiceUnavailable", 503)] * 2,
+    "SlowDown": [("SlowDown", 503)] * 2,
+    "a cut connection": [(None, 0)] * 4,  # after the first the client connects once more
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_read_that_s3_refuses_is_asked_again(server, caplog, fault):
+    read, pauses = lambda: Storage("s3://bucket/root").read_bytes("a"), Pauses()
+    assert patiently(read, pauses) == b"here"
+    server.faults = list(FAULTS[fault])
+    with pytest.raises(storage_errors.STORAGE_ERRORS):
+        read()
+    server.faults = list(FAULTS[fault])
+    pauses.taken.clear()
+    assert patiently(read, pauses) == b"here"
+    assert pauses.taken == [1, 2]
+    assert "storage refuses (" in caplog.text
+
+
+def refusing(times, error):
+    left = [error] * times
+
+    def ask():
+        if left:
+            raise left.pop()
+        return "answer"
+
+    return ask
+
+
+EIO = OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_pauses_grow_to_a_minute_and_patience_ends(monkeypatch):
+    pauses = Pauses()
+    monkeypatch.setattr(storage_errors.time, "monotonic", lambda: float(sum(pauses.taken)))
+    assert patiently(refusing(8, EIO), pauses) == "answer"
+    assert pauses.taken == [1, 2, 4, 8, 16, 32, 60, 60]
+    pauses.taken.clear()
+    with pytest.raises(OSError, match="Input/output error"):
+        patiently(refusing(10**6, EIO), pauses)
+    assert 840 < sum(pauses.taken) <= 900
+
+
+def test_who_is_told_to_stop_waits_for_no_store():
+    pauses = Pauses()
+    pauses.set()
+    with pytest.raises(OSError, match="Input/output error"):
+        patiently(refusing(1, EIO), pauses)
+    assert pauses.taken == []
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), ValueError("no JSON")])
+def test_what_is_no_refusal_is_raised_at_once(error):
+    pauses = Pauses()
+    with pytest.raises(type(error)):
+        patiently(refusing(1, error), pauses)
+    assert pauses.taken == []
