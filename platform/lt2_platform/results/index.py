@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 import uuid
 from dataclasses import dataclass
@@ -22,8 +23,12 @@ from lt2_platform.results.curves import decode, encode
 from lt2_platform.results.parts import read_many, skip
 from lt2_platform.results.tables import SCHEMAS, Eval, RunInfo, Tables, empty_tables, overlay
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS
+
+log = logging.getLogger(__name__)
 
 MANIFESTS, TABLES, JOURNAL = "results/manifest", "results/tables", "results/journal"
+COMPACT_AFTER = 64  # entries of the journal
 KEPT_GENERATIONS = 4  # readers may still be opening the tables of the previous manifests
 
 
@@ -171,6 +176,17 @@ def compact(storage: Storage) -> int:
         storage.delete(f"{JOURNAL}/{name}")
     _remove_old_generations(storage, generation)
     return generation
+
+
+def compact_evaluations(storage: Storage) -> None:
+    """Compact once COMPACT_AFTER evaluations wait in the journal: a run that is evaluated often would grow it all its
+    life, and every reader opens all of it. What fails here is tried again after the next evaluation.
+    """
+    try:
+        if sum("~" in name for name in storage.list(JOURNAL)) >= COMPACT_AFTER:
+            compact(storage)
+    except STORAGE_ERRORS as error:
+        log.warning("the journal of results is not compacted (%s); the evaluation's rows are written", error)
 
 
 def publish(storage: Storage, tables: Tables, generation: int, folded_evals: list[str]) -> bool:

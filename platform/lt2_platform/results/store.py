@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 FIRST_FLUSH_SECONDS, FLUSH_SECONDS = 2.0, 60.0  # a new run shows up at once, a long one writes few files
 FLUSH_ROWS = 50_000
 PARTS_PER_CURVE = 16  # readers of a live run open at most this many small files
-COMPACT_AFTER = 64  # journal entries
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SECRET = re.compile(r"(^|[._-])(password|secret|api_?key|(secret_)?access_key|(auth|hf|bearer)_token)$", re.IGNORECASE)
@@ -105,6 +104,7 @@ class ResultsStore:
             keys = dict.fromkeys(key for row in rows for key in row)  # pyarrow would take those of the first row only
             pq.write_table(pa.Table.from_pylist([{key: row.get(key) for key in keys} for row in rows]), file)
         index_files.write_eval_journal(self.storage, run_id, name, rows)
+        index_files.compact_evaluations(self.storage)
 
     def log_event(self, run_id: str, kind: str, record: Mapping[str, Any]) -> None:
         """Add something that happened to a run: JSON-like, under one file of its own."""
@@ -243,7 +243,7 @@ class RunWriter:
             self.storage.write_json(f"runs/{self.run.run_id}/summary.json", summary)
         self.flush()
         write_curves(self.storage, self.run.run_id)
-        if len(self.storage.list(index_files.JOURNAL)) >= COMPACT_AFTER:
+        if len(self.storage.list(index_files.JOURNAL)) >= index_files.COMPACT_AFTER:
             index_files.compact(self.storage)
 
     def __enter__(self) -> RunWriter:

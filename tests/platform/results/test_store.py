@@ -10,8 +10,8 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.results import index as results_index
-from lt2_platform.results.index import compact
-from lt2_platform.results.store import COMPACT_AFTER, ResultsStore, differences, flatten
+from lt2_platform.results.index import COMPACT_AFTER, compact
+from lt2_platform.results.store import ResultsStore, differences, flatten
 from lt2_platform.storage import Storage
 from tests.platform.conftest import Clock, parts, values
 
@@ -167,6 +167,30 @@ def test_journal_is_folded_before_it_grows_long(local):
         local.create_run(f"r{number}", {}).close()
     assert len(local.storage.list(results_index.JOURNAL)) < COMPACT_AFTER
     assert len(local.runs()) == COMPACT_AFTER + 1
+
+
+def test_evaluations_of_a_live_run_do_not_grow_the_journal(local):
+    with local.create_run("r", {}) as writer:
+        for step in range(2 * COMPACT_AFTER + 1):
+            writer.log_eval("training", [{"metric": "loss", "value": 1.0 * step, "step": step}])
+            assert len(local.storage.list(results_index.JOURNAL)) <= COMPACT_AFTER
+        assert [row["step"] for _, _, row in local.index().evals] == list(range(2 * COMPACT_AFTER + 1))
+        assert local.run("r").state == "running"
+
+
+def test_an_evaluation_is_kept_also_when_compacting_fails(local, monkeypatch, caplog):
+    monkeypatch.setattr(results_index, "COMPACT_AFTER", 1)
+
+    def fail(storage):
+        raise OSError("no route to host")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(results_index, "compact", fail)
+        local.log_eval("r", "core", [{"metric": "acc", "value": 0.5}])
+    assert "is not compacted (no route to host)" in caplog.text
+    local.log_eval("r", "core", [{"metric": "acc", "value": 0.25}])
+    assert [row["value"] for _, _, row in local.index().evals] == [0.5, 0.25]
+    assert local.storage.list(results_index.JOURNAL) == []
 
 
 def test_differences_and_flatten():
