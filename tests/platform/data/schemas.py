@@ -64,7 +64,8 @@ CONVERSATIONS = [
     ([("user", "Long?"), ("assistant", "<|begin_of_thought|> and so")], "unterminated think tag"),
     ([("user", "Hello?")], "no assistant turn"),
     ([("user", "x"), ("assistant", None)], "null text"),
-    ([("user", "x"), ("tool", "y"), ("assistant", "z")], "unknown role"),
+    ([("user", "x"), ("tool", "y"), ("assistant", "z")], "tool use"),
+    ([("user", "x"), ("narrator", "y"), ("assistant", "z")], "unknown role"),
     ([], "not a list of turns"),
     (None, "no conversation"),
 ]

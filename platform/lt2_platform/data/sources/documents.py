@@ -77,17 +77,23 @@ def educational_text(config: FineWebEduConfig, row: Row) -> Document | Fault | N
 
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # the names of OpenThoughts3; the earlier releases use ours
+_TOOL_ROLES = ("tool", "function", "ipython", "function_call", "observation", "tool_call", "tool_response")
 _THINKING = (("<think>", "</think>"), ("<|begin_of_thought|>", "<|end_of_thought|>"))
 
 
 def conversation(config: OpenThoughtsConfig, row: Row) -> Document | Fault | None:
-    """A rendered conversation. Its turns are {from, value} in `conversations` or {role, content} in `messages`."""
+    """A rendered conversation. Its turns are {from, value} in `conversations` or {role, content} in `messages`.
+
+    How a tool is called and answers is written differently by every model, and by none of our templates.
+    """
     turns = row.get("messages") if row.get("conversations") is None else row.get("conversations")
     if turns is None:
         return Fault("no conversation")
     sample = json.dumps(turns, ensure_ascii=False, default=str)[:SAMPLE_CHARACTERS]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         return Fault("not a list of turns", sample)
+    if any(_uses_tools(turn) for turn in turns):
+        return Fault("tool use", sample)
     said = [(turn.get("from") or turn.get("role"), turn.get("value", turn.get("content"))) for turn in turns]
     if row.get("system"):
         said.insert(0, ("system", row["system"]))
@@ -97,7 +103,7 @@ def conversation(config: OpenThoughtsConfig, row: Row) -> Document | Fault | Non
         role = _ROLES.get(str(name), str(name))
         if role not in ("system", "user", "assistant"):
             return Fault("unknown role", sample)
-        text = checked(value)
+        text = _content(value)
         if isinstance(text, Fault):
             return Fault(text.reason, sample)
         if role == "assistant" and config.unterminated_think == "quarantine" and _is_unterminated(text):
@@ -106,6 +112,24 @@ def conversation(config: OpenThoughtsConfig, row: Row) -> Document | Fault | Non
         pieces += _turn(config.template, role, text, given=every, written=every or role == "assistant")
         roles.append(role)
     return tuple(pieces) if "assistant" in roles else Fault("no assistant turn", sample)
+
+
+def _uses_tools(turn: Mapping[str, Any]) -> bool:
+    calls = any(turn.get(name) for name in ("tool_calls", "function_call"))
+    return calls or (turn.get("from") or turn.get("role")) in _TOOL_ROLES
+
+
+def _content(value: Any) -> str | Fault:
+    """What a turn says: a text, or parts {"type": "text", "text": …}, which are put together as they are."""
+    if isinstance(value, list):
+        if not all(_is_text_part(part) for part in value):
+            return Fault("content that is not text")
+        value = "".join(part["text"] for part in value)
+    return checked(value)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_unterminated(text: str) -> bool:

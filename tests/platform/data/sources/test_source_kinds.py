@@ -128,6 +128,43 @@ TEMPLATES = {
 }
 
 
+PARTS = [{"type": "text", "text": "Look "}, {"type": "text", "text": ""}, {"type": "text", "text": "here."}]
+CALL = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+CONTENTS = [
+    (PARTS, {}, "Look here."),
+    ("Look here.", {"tool_calls": [], "function_call": None}, "Look here."),
+    ([], {}, "empty text"),
+    (PARTS[1:2], {}, "empty text"),
+    ([*PARTS, {"type": "image_url", "image_url": {"url": "u"}}], {}, "content that is not text"),
+    ([{"type": "text", "text": None}], {}, "content that is not text"),
+    (["Look here."], {}, "content that is not text"),
+    ({"text": "Look here."}, {}, "not a string"),
+    (None, {"tool_calls": CALL}, "tool use"),
+    ("Look here.", {"tool_calls": CALL}, "tool use"),  # to learn the text alone would be to learn not to call
+]
+"""(content, what else the turn has, its text or its fault)"""
+
+
+def said(row):
+    return row.reason if isinstance(row, Fault) else text_of(row).split("Assistant: ")[1].removesuffix("\n\n")
+
+
+def test_contents_of_turns(tmp_path):
+    turns = [{"role": "assistant", "content": content, **more} for content, more, _ in CONTENTS]
+    lines = [json.dumps({"messages": [{"role": "user", "content": "Where?"}, turn]}) for turn in turns]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    found = read({"type": "openthoughts", "path": str(tmp_path), "format": "jsonl", "template": "plain"})
+    assert [said(row) for row in found] == [expected for _, _, expected in CONTENTS]
+
+
+def test_contents_in_parts_from_parquet(tmp_path):
+    image = {"type": "image", "text": None}
+    rows = [{"messages": [{"role": "assistant", "content": parts}]} for parts in (PARTS, [*PARTS, image])]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    found = read({"type": "openthoughts", "path": str(tmp_path), "template": "plain"})
+    assert [said(row) for row in found] == ["Look here.", "content that is not text"]
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_templates(tmp_path, template):
     write_openthoughts(tmp_path / "x.parquet")
