@@ -17,7 +17,7 @@ from lt2_platform.data.sources import columns, readers
 from lt2_platform.data.sources.configs import PlainSource
 from lt2_platform.data.sources.documents import Fault
 from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, find_files
-from lt2_platform.data.sources.readers import lines, peek_columns, pieces, read_rows, rows_before
+from lt2_platform.data.sources.readers import bad_beginnings, lines, peek_columns, pieces, read_rows, rows_before
 from tests.platform.data.corpora import expected_pieces
 
 WHOLE = Slice(0, 0, None)
@@ -167,6 +167,24 @@ def test_peek_columns(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'not json\n[1]\n{"b": 1}\n{"a": 1, "b": 2}\n')
     (file,) = find_files(str(tmp_path / "x.jsonl"))
     assert peek_columns(file) == ["b", "a"]
+
+
+def test_long_rows_are_not_all_read_for_their_columns(tmp_path):
+    long = json.dumps({"a": "x" * 600_000}) + "\n"
+    (tmp_path / "x.jsonl").write_text(2 * long + '{"late": 1}\n')
+    (file,) = find_files(str(tmp_path / "x.jsonl"))
+    assert peek_columns(file) == ["a"]
+
+
+def test_the_beginning_of_every_file_is_looked_into(tmp_path):
+    for number in range(200):
+        (tmp_path / f"{number:03d}.jsonl").write_text(
+            '{"text": "a"}\n' if number not in (70, 199) else '{"body": "a"}\n'
+        )
+    found = bad_beginnings(find_files(str(tmp_path)), [TEXT])
+    assert [problem.split(" has no column 'text'")[0] for problem in found] == [
+        f"{tmp_path}/{number:03d}.jsonl" for number in (70, 199)
+    ]
 
 
 AWAY = "AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 7, Couldn't connect to server"
