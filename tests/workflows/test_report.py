@@ -155,6 +155,16 @@ def test_charts():
         line_chart([Line("a", [(0, float("inf"))])], x="", y="")
 
 
+def test_each_of_the_lines_in_a_chart_looks_like_no_other_and_like_its_legend():
+    chart = ElementTree.fromstring(line_chart([Line(f"r{i}", [(0, i), (1, i)]) for i in range(16)], x="step", y="loss"))
+    of = lambda tag: list(chart.iter(f"{{http://www.w3.org/2000/svg}}{tag}"))  # noqa: E731
+    look = lambda element: (element.get("stroke"), element.get("stroke-dasharray"))  # noqa: E731
+    lines = [look(line) for line in of("polyline")]
+    assert len(set(lines)) == 16
+    assert [dash for _, dash in lines[:8]] == [None] * 8
+    assert [look(line) for line in of("line") if line.get("stroke-width")] == lines
+
+
 @pytest.mark.parametrize("values", [(9.03, 10.02), (0.0, 0.0), (5.0, 5.0), (-1e-9, 1e-9), (1e20, 3e20)])
 def test_ticks_are_round_and_inside(values):
     axis = Axis.of(values)

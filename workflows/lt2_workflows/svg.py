@@ -10,6 +10,7 @@ from dataclasses import dataclass
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
 COLORS = ("#2f6bd8", "#c2334d", "#2a8a57", "#b8731a", "#7a4fc0", "#14808f", "#8a5a44", "#5b6472")
+DASHES = ("", "7 4", "2 3")  # of the lines that have all colours once, twice, …
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def line_chart(lines: Sequence[Line], *, x: str, y: str) -> str:
     parts = [*_frame(y_axis, x, y), *_x_ticks(x_axis)]
     for index, line in enumerate(kept):
         path = " ".join(f"{_x(x_axis, a):.1f},{_y(y_axis, b):.1f}" for a, b in line.points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{_color(index)}" stroke-width="1.6"/>')
-    return _svg([*parts, *_legend([line.name for line in kept])], HEIGHT + _legend_height(len(kept)), y)
+        parts.append(f'<polyline points="{path}" fill="none" {_stroke(index)} stroke-width="1.6"/>')
+    return _svg([*parts, *_legend([line.name for line in kept], lines=True)], HEIGHT + _legend_height(len(kept)), y)
 
 
 def dot_chart(categories: Sequence[str], series: Sequence[Dots], *, y: str) -> str:
@@ -125,12 +126,18 @@ def _x_ticks(axis: Axis) -> list[str]:
     return [_text(_x(axis, tick), HEIGHT - BOTTOM + 18, f"{tick:,.6g}", anchor="middle") for tick in axis.ticks]
 
 
-def _legend(names: Sequence[str]) -> list[str]:
+def _legend(names: Sequence[str], *, lines: bool = False) -> list[str]:
     parts = []
     for index, name in enumerate(names):
         x, y = LEFT + (index % 2) * 320, HEIGHT + 14 + 18 * (index // 2)
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{_color(index)}"/>')
-        parts.append(_text(x + 16, y, name if len(name) <= 44 else name[:43] + "…", title=name))
+        if lines:
+            parts.append(
+                f'<line x1="{x}" x2="{x + 22}" y1="{y - 4}" y2="{y - 4}" {_stroke(index)} stroke-width="2.4"/>'
+            )
+        else:
+            parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{_color(index)}"/>')
+        text_x = x + (28 if lines else 16)
+        parts.append(_text(text_x, y, name if len(name) <= 44 else name[:43] + "…", title=name))
     return parts
 
 
@@ -140,6 +147,11 @@ def _legend_height(entries: int) -> int:
 
 def _color(index: int) -> str:
     return COLORS[index % len(COLORS)]
+
+
+def _stroke(index: int) -> str:
+    dash = DASHES[index // len(COLORS) % len(DASHES)]
+    return f'stroke="{_color(index)}"' + (f' stroke-dasharray="{dash}"' if dash else "")
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", turn: bool = False, title: str = "") -> str:

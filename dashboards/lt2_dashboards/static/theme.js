@@ -13,6 +13,10 @@ export const DARK = {
 
 export const colour = (theme, index) => theme.palette[index % theme.palette.length];
 
+// Lines that come after all colours are used begin with the first again, in another dash.
+export const dash = (theme, index) => ["solid", "dashed", "dotted"][Math.floor(index / theme.palette.length) % 3];
+const DASHED = { dashed: "path://M0 0h5v4h-5zM7 0h5v4h-5z", dotted: "path://M0 0h2v4h-2zM5 0h2v4h-2zM10 0h2v4h-2z" };
+
 export function compact(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return value === null || value === undefined ? "" : String(value);
   const size = Math.abs(value);
@@ -99,9 +103,15 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
     series: (rest.series ?? []).map((series) => styled(series, theme, small)),
   };
   const names = [...new Set(result.series.map((series) => series.name).filter(Boolean))];
+  const icons = new Map(); // in the legend, of names that are dashed wherever they are drawn
+  for (const { name, lineStyle } of result.series.filter((series) => series.lineStyle?.width !== 0)) {
+    const icon = DASHED[lineStyle?.type];
+    icons.set(name, icons.has(name) && icons.get(name) !== icon ? undefined : icon);
+  }
   if (legend && (rest.legend || names.length > 1)) {
     result.legend = {
-      type: "scroll", top: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 4, data: names, ...rest.legend,
+      type: "scroll", top: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 4, ...rest.legend,
+      data: names.map((name) => (icons.get(name) ? { name, icon: icons.get(name) } : { name })),
       formatter: (name) => (name.length > 48 ? `${name.slice(0, 47)}…` : name),
       textStyle: { color: theme.text, fontSize: 12 }, pageTextStyle: { color: theme.faint },
       pageIconColor: theme.text, pageIconInactiveColor: theme.axis, inactiveColor: theme.axis,
@@ -140,7 +150,8 @@ function styled(series, theme, small) {
     return { ...rest, data, label, itemStyle: { borderColor: theme.panel, borderWidth: 2, borderRadius: 3 }, emphasis: { disabled: true } };
   }
   if (rest.type === "line") {
-    const line = { width: band ? 0 : small ? 1.4 : 1.7, ...(tint ? { color: tint } : {}), ...rest.lineStyle };
+    const after = band || paper || colorIndex === undefined ? {} : { type: dash(theme, colorIndex) };
+    const line = { width: band ? 0 : small ? 1.4 : 1.7, ...(tint ? { color: tint } : {}), ...after, ...rest.lineStyle };
     const area = rest.areaStyle ? { areaStyle: { ...(tint ? { color: tint } : {}), ...rest.areaStyle } } : {};
     return {
       showSymbol: false, symbol: "circle", symbolSize: 5, sampling: undefined, ...rest, ...own, ...area, lineStyle: line,

@@ -55,6 +55,25 @@ def test_a_column_of_different_kinds_keeps_the_digits_of_each(browser, tmp_path)
         assert page.evaluate(brief % texts) == ["0.00259867", "-0.123457", "0.001", "1:4", "1e-06", "gdn", "64"]
 
 
+def test_lines_beyond_the_colours_have_another_dash_also_in_the_legend(browser, tmp_path):
+    store = ResultsStore(Storage(str(tmp_path / "store")))
+    runs = [f"run-{number:02d}" for number in range(12)]
+    for run in runs:
+        with store.create_run(run, {"config": {}}) as writer:
+            for step in range(3):
+                writer.log(step, {"loss": 1.0 + step})
+    with visiting(browser, tmp_path / "store") as (page, address):
+        page.goto(f"{address}/figures/curves?runs={','.join(runs)}")
+        drawn(page)
+        chart = option(page)
+        styles = [(line["lineStyle"]["color"], line["lineStyle"]["type"]) for line in chart["series"]]
+        assert len(set(styles)) == 12
+        assert [dash for _, dash in styles] == ["solid"] * 10 + ["dashed"] * 2
+        icons = [entry.get("icon") for entry in chart["legend"][0]["data"]]
+        assert icons[:10] == [None] * 10  # the legend's own
+        assert all(icon.startswith("path://") for icon in icons[10:])
+
+
 def test_the_names_of_axes_are_inside_the_chart(browser, tmp_path):
     fill_paper(tmp_path / "store")
     with visiting(browser, tmp_path / "store") as (page, address):

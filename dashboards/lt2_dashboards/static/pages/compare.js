@@ -5,7 +5,7 @@ import { figure, theme } from "../chart.js";
 import { curveControls, curveParams } from "../controls.js";
 import { fill, h, notice, status } from "../dom.js";
 import { number } from "../format.js";
-import { colour } from "../theme.js";
+import { colour, dash } from "../theme.js";
 import { params, setParams } from "../url.js";
 
 const LOWER_IS_BETTER = /loss|ppl|perplexity|_time|wait|bytes|memory/;
@@ -44,7 +44,7 @@ export function comparePage(main) {
     grid.hidden = table.hidden = few;
     if (few) return;
     const drop = (run) => setParams({ runs: asked.split(",").filter((other) => other !== run).join(",") });
-    const head = h("tr", {}, h("td", {}), body.runs.map((run, index) => h("th", { scope: "col", style: { "--run": colour(theme(), index) }, class: "run-head" },
+    const head = h("tr", {}, h("td", {}), body.runs.map((run, index) => h("th", { scope: "col", style: { "--run": colour(theme(), index), "--run-line": dash(theme(), index) }, class: "run-head" },
       h("a", { href: `/runs/${run.run}` }, run.run), h("span", {}, status(run.status), h("button", { type: "button", class: "link", "aria-label": `Take ${run.run} out`, onclick: () => drop(run.run) }, "remove")))));
     const group = (name, rows, make) => rows.length ? [h("tr", { class: "group" }, h("th", { colspan: body.runs.length + 1, scope: "colgroup" }, name)), rows.map(make)] : [];
     const settings = group("Settings that differ", body.differs, ({ key, values }) => h("tr", {}, h("th", { scope: "row" }, key), values.map((value) =>
