@@ -7,7 +7,6 @@ processes agree on what exists.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import tempfile
@@ -18,16 +17,13 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import fsspec
-from botocore.exceptions import ClientError
 
 from lt2.config import ConfigError
+from lt2_platform.fence import FENCE, OvertakenError
+from lt2_platform.s3_keys import S3, delete_keys, has_key, put_if_absent
 from lt2_platform.storage_errors import CHOOSE, STORAGE_ERRORS, notes_root, noting, refusal
 
-S3 = "s3://"
 ARROW_ATTEMPTS = 8
-DELETED_AT_ONCE = 1000  # keys that S3 takes in one request
-_ALREADY_EXISTS = {409, 412}  # conditional request conflict, precondition failed
-_WRITER = "lt2-writer"
 
 
 def default_root() -> str:
@@ -81,12 +77,21 @@ def _tame_checksums() -> None:
         os.environ.setdefault("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
 
 
+def check_fence() -> None:
+    """Raise OvertakenError if another process has taken over. Called last before anything becomes visible, since a
+    process may be stopped for hours between any two lines, and knows nothing of it when it goes on.
+    """
+    fence = os.environ.get(FENCE)
+    if fence and Storage(os.path.dirname(fence)).is_file(os.path.basename(fence)):
+        raise OvertakenError(f"another process took over ({fence}); this one writes no more")
+
+
 @dataclass(frozen=True, init=False)
 class Storage:
     """Files under one root, local or `s3://bucket/prefix`. Cheap to build, compare and pickle.
 
     Missing files raise FileNotFoundError from the reading functions; other failures are the filesystem's own OSError,
-    with a note of the root.
+    with a note of the root. Writing and deleting raise OvertakenError behind the fence (`check_fence`).
     """
 
     root: str
@@ -120,6 +125,12 @@ class Storage:
     def exists(self, path: str = "") -> bool:
         """True for a file or a non-empty folder."""
         return self.fs.exists(self.join(path))
+
+    @notes_root
+    def is_file(self, path: str) -> bool:
+        """True for a file; one request, where `exists` takes two to say no."""
+        full = self.join(path)
+        return has_key(self.fs, full) if full.startswith(S3) else os.path.isfile(full)
 
     @notes_root
     def read_bytes(self, path: str) -> bytes:
@@ -179,6 +190,7 @@ class Storage:
             with tempfile.NamedTemporaryFile() as file:
                 yield file
                 file.flush()
+                check_fence()
                 self.fs.put_file(file.name, full)
             return
         temporary = _temporary_beside(full)
@@ -187,6 +199,7 @@ class Storage:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+            check_fence()
             os.replace(temporary, full)
         except BaseException:
             with suppress(FileNotFoundError):
@@ -198,13 +211,15 @@ class Storage:
         """Create `path` with `data` unless it exists; True for exactly one of any number of concurrent callers."""
         full = self.join(path)
         if full.startswith(S3):
-            return _put_if_absent(self.fs, full, data)
+            check_fence()
+            return put_if_absent(self.fs, full, data)
         temporary = _temporary_beside(full)
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            check_fence()
             os.link(temporary, full)
             return True
         except FileExistsError:
@@ -219,8 +234,9 @@ class Storage:
         full = self.join(path)
         if full == self.root:
             raise ValueError(f"refusing to delete the storage root {self.root}")
+        check_fence()
         if full.startswith(S3):
-            _delete_keys(self.fs, full)
+            delete_keys(self.fs, full)
             return
         with suppress(FileNotFoundError):
             self.fs.rm(full, recursive=True)
@@ -258,38 +274,3 @@ def _temporary_beside(full: str) -> str:
     folder = os.path.dirname(full)
     os.makedirs(folder, exist_ok=True)
     return os.path.join(folder, f".tmp-{uuid.uuid4().hex}")
-
-
-def _put_if_absent(fs: Any, full: str, data: bytes) -> bool:
-    bucket, key = full[len(S3) :].split("/", 1)
-    writer = uuid.uuid4().hex
-    try:
-        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", Metadata={_WRITER: writer})
-        return True
-    except (OSError, ClientError) as error:
-        there = isinstance(error, FileExistsError) or _status(error) in _ALREADY_EXISTS
-        # Some servers answer EINVAL for a lost race; EINVAL also means a malformed request, hence the look.
-        if not there and not (getattr(error, "errno", None) == errno.EINVAL and fs.exists(full)):
-            raise
-    # The client sends a request again whose answer was lost, and then meets the object it made itself.
-    try:
-        return fs.call_s3("head_object", Bucket=bucket, Key=key).get("Metadata", {}).get(_WRITER) == writer
-    except FileNotFoundError:  # another's, and gone already
-        return False
-
-
-def _delete_keys(fs: Any, full: str) -> None:
-    """Not `fs.rm`: it takes `*` and `[` in a key for a pattern, and says nothing of keys that S3 did not delete."""
-    bucket, key = full[len(S3) :].split("/", 1)
-    keys = [key, *(str(name).split("/", 1)[1] for name in fs.find(full))]
-    for start in range(0, len(keys), DELETED_AT_ONCE):
-        listed = [{"Key": each} for each in dict.fromkeys(keys[start : start + DELETED_AT_ONCE])]
-        answer = fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": listed, "Quiet": True})
-        for refused in answer.get("Errors", []):
-            kind = PermissionError if refused.get("Code") == "AccessDenied" else OSError
-            raise kind(f"{refused.get('Key')} was not deleted ({refused.get('Code')}: {refused.get('Message')})")
-
-
-def _status(error: BaseException) -> int | None:
-    cause = error if isinstance(error, ClientError) else error.__cause__
-    return cause.response["ResponseMetadata"].get("HTTPStatusCode") if isinstance(cause, ClientError) else None

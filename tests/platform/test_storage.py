@@ -8,7 +8,8 @@ from pyarrow import fs as arrow
 from s3fs import S3FileSystem
 
 from lt2.config import ConfigError
-from lt2_platform import storage as storage_module
+from lt2_platform import s3_keys
+from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage import Storage, default_root
 
 
@@ -133,7 +134,7 @@ def test_what_s3_does_not_delete_is_an_error(s3_root, monkeypatch):
 
 
 def test_delete_of_more_files_than_one_request_takes(s3_root, monkeypatch):
-    monkeypatch.setattr(storage_module, "DELETED_AT_ONCE", 3)
+    monkeypatch.setattr(s3_keys, "DELETED_AT_ONCE", 3)
     storage = Storage(s3_root)
     for index in range(7):
         storage.write_bytes(f"a/{index}", b"")
@@ -212,6 +213,30 @@ def test_check_readable(storage, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ConfigError, match=r"file cannot be read \(a part of the path is a file\); choose"):
         Storage(str(tmp_path / "file")).check_readable(new=True)
+
+
+def test_behind_the_fence_nothing_is_written(storage, monkeypatch):
+    monkeypatch.setenv(FENCE, storage.join("next/lease.json"))
+    storage.write_bytes("a", b"ours")
+
+    def overtaken_between_the_first_byte_and_the_last():
+        with storage.writer("a") as file:
+            file.write(b"late")
+            storage.write_bytes("next/lease.json", b"{}")
+
+    with pytest.raises(OvertakenError, match=r"another process took over \(.*/next/lease\.json\); this one writes no"):
+        overtaken_between_the_first_byte_and_the_last()
+    for write in (
+        lambda: storage.write_json("a", "late"),
+        lambda: storage.create_exclusive("b", b"late"),
+        lambda: storage.delete("a"),
+    ):
+        with pytest.raises(OvertakenError):
+            write()
+    assert storage.list() == ["a", "next"]
+    assert storage.read_bytes("a") == b"ours"
+    monkeypatch.delenv(FENCE)
+    storage.delete("a")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
 from lt2_platform.cores import share
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
+from lt2_platform.fence import FENCE
 from lt2_platform.signals import kept
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
@@ -172,12 +173,15 @@ def _fit(
     # A new name per attempt: Ray must not resume anything on its own.
     name = f"attempt-{len(patiently(lambda: storage.list('ray'))) + 1:04d}"
     filesystem, path = storage.arrow_fs("ray")
+    variables = {"OMP_NUM_THREADS": str(threads)}
+    if FENCE in os.environ:  # workers outlive this process by a moment, and work on while it is stopped
+        variables[FENCE] = os.environ[FENCE]
     run_config = RunConfig(
         name=name,
         storage_path=path,
         storage_filesystem=filesystem,
         failure_config=FailureConfig(max_failures=max_failures),
-        worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        worker_runtime_env={"env_vars": variables},
     )
     with kept(signal.SIGINT):
         result = trainer(_work, train_loop_config=settings, scaling_config=scaling, run_config=run_config).fit()

@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 from botocore.exceptions import EndpointConnectionError
+from ray.train import ScalingConfig
 
 from lt2.config import ConfigError
 from lt2.train.loop import NonFiniteLossError, PreemptedError
+from lt2_platform.fence import FENCE
 from lt2_platform.results.parts import list_parts
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -280,3 +283,17 @@ def test_a_request_the_cluster_can_never_meet_fails_at_once(tmp_path, local_ray)
         run(tmp_path, cpus_per_worker=3)
     with pytest.raises(ConfigError, match="no room for 1 worker of 1 CPU and 1 GPU: .* 2 CPUs and 0 GPUs"):
         run(tmp_path, num_workers=1, use_gpu=True)
+
+
+def test_workers_keep_to_the_fence_of_the_process_that_started_them(tmp_path, monkeypatch):
+    given = []
+
+    def fake(work, train_loop_config, scaling_config, run_config):
+        given.append(run_config.worker_runtime_env["env_vars"])
+        return SimpleNamespace(fit=lambda: SimpleNamespace(return_value={"error": None, "summary": {}}))
+
+    for fence in (None, "s3://bucket/next/lease.json"):
+        if fence:
+            monkeypatch.setenv(FENCE, fence)
+        trainer._fit(fake, {}, Storage(str(tmp_path)), ScalingConfig(num_workers=1), 1, 0)
+    assert given == [{"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1", FENCE: "s3://bucket/next/lease.json"}]

@@ -207,8 +207,31 @@ def test_lease_of_a_lost_machine_is_taken_over(make_run, undisturbed):
     assert run.results() == undisturbed
 
 
+def test_an_overtaken_holder_writes_no_more(any_root, make_run, undisturbed):
+    # Its next heartbeat, which would end it, is 100 s away.
+    run = make_run(any_root, settings=("second.pause_s=2", "second.pause_times=1"), options=("--lease-ttl", "600"))
+    storage, second = Storage(run.root), run.workflow().steps["second"]
+    driver = run.start()
+    run.pid("second.line0")
+    lease = storage.read_json(f"{second.folder}/attempts/1/lease.json")
+    storage.write_json(f"{second.folder}/attempts/2/lease.json", lease | {"attempt": 2})
+    storage.write_bytes(f"{second.folder}/out/lines", b"line 0\nline 1")
+    output = []
+    for line in driver.stdout:  # until the holder has tried to write
+        output.append(line)
+        if "was lost" in line:
+            break
+    assert storage.read_bytes(f"{second.folder}/out/lines") == b"line 0\nline 1"
+    assert storage.read_json(f"{second.folder}/attempts/1/state.json")["state"] == "running"
+    storage.write_json(f"{second.folder}/attempts/2/lease.json", lease | {"attempt": 2, "released": True})
+    code, rest = run.finish(driver)
+    assert code == 0, "".join(output) + rest
+    assert run.results() == undisturbed
+
+
 def test_a_frozen_holder_ends_itself_when_it_wakes(make_run, undisturbed):
-    run = make_run(settings=("second.pause_s=0.3",))
+    # Frozen for longer than its pause, it would write the moment it wakes.
+    run = make_run(settings=("second.pause_s=2", "second.pause_times=1"))
     one = run.start()
     frozen = run.pid("second.line0")
     os.kill(frozen, signal.SIGSTOP)

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from botocore.exceptions import ClientError
 
 from lt2.config import ConfigError, load_source
+from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.train.stopping import StopRequest
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
@@ -111,6 +112,7 @@ def run_attempt(
     lease = Lease(storage, step.folder, number, ttl_s, on_lost=_end_process)
     if not lease.acquire():
         return BUSY
+    os.environ[FENCE] = storage.join(lease.fence)
     if read_done(storage, step) is not None:  # another attempt finished before the claim succeeded
         lease.stop()
         lease.release()
@@ -284,6 +286,9 @@ def main() -> int:
         return run_attempt(Storage(job["storage"]), workflow, job["step"], job["attempt"], job["ttl_s"], emit)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OvertakenError as error:  # while it began or ended; a step's own is met before that
+        _end_process(str(error))
+        raise
     except ConfigError as error:  # of the record: an attempt's own are in its end
         emit({"event": STATES[BAD_INPUT], "attempt": job["attempt"], "error": str(error)})
         return BAD_INPUT

@@ -13,7 +13,8 @@
 
 To hold attempt n is to have created its lease.json. S3 has no reliable compare-and-swap, so a lease is never
 taken from its holder by overwriting it: whoever finds it released or stale creates the lease of attempt n + 1, and
-exactly one can. The former holder, should it still live, sees that attempt on its next heartbeat and ends itself.
+exactly one can. The former holder, should it still live, sees that attempt on its next heartbeat and ends itself. Until
+then it may compute but not write: that lease is its fence (`lt2_platform.fence`), looked for before each write.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ def write_workflow(storage: Storage, workflow: Workflow) -> None:
                 raise RuntimeError(f"{storage.join(path)} has fingerprint {found}, expected {step.fingerprint}")
 
 
+def lease_path(folder: str, attempt: int) -> str:
+    return f"{folder}/attempts/{attempt}/lease.json"
+
+
 def read_done(storage: Storage, step: Step) -> dict[str, Any] | None:
     """The done record {"attempt", "ended", "result", "provenance"}, or None while the step is unfinished."""
     return read_record(storage, f"{step.folder}/done.json")
@@ -107,7 +112,12 @@ class Lease:
 
     @property
     def path(self) -> str:
-        return f"{self.folder}/attempts/{self.attempt}/lease.json"
+        return lease_path(self.folder, self.attempt)
+
+    @property
+    def fence(self) -> str:
+        """The lease of whoever takes over from us."""
+        return lease_path(self.folder, self.attempt + 1)
 
     def acquire(self) -> bool:
         """Claim the attempt and start the heartbeat; False if another process has claimed it."""
@@ -146,7 +156,7 @@ class Lease:
                     self.on_lost(f"no heartbeat could be written: {error}")
 
     def _superseded(self) -> bool:
-        return self.storage.exists(f"{self.folder}/attempts/{self.attempt + 1}/lease.json")
+        return self.storage.is_file(self.fence)
 
     def _content(self) -> dict[str, Any]:
         return {**self.holder, "attempt": self.attempt, "time": time.time()}
@@ -165,7 +175,7 @@ class Watch:
     def holder(self) -> tuple[int, dict[str, Any] | None]:
         """(newest attempt, its lease or None if the next attempt may start)."""
         attempt = last_attempt(self.storage, self.folder)
-        lease = read_record(self.storage, f"{self.folder}/attempts/{attempt}/lease.json") if attempt else None
+        lease = read_record(self.storage, lease_path(self.folder, attempt)) if attempt else None
         if lease is None or lease["released"]:
             return attempt, None
         if self._seen != (attempt, lease["beat"]):
@@ -181,7 +191,7 @@ class Watch:
 
 def release_for(storage: Storage, folder: str, attempt: int) -> None:
     """Release the lease of an attempt whose process, our child, ended without doing so; its Ray workers end first."""
-    path = f"{folder}/attempts/{attempt}/lease.json"
+    path = lease_path(folder, attempt)
     lease = read_record(storage, path)
     if lease is not None and not lease["released"]:
         time.sleep(ORPHAN_GRACE_S)
@@ -227,7 +237,7 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
     if not attempt:
         return {"state": "waiting", "attempt": 0, "ended": None, "error": None, "log": None}
     # In this order: a lease is released after the last word on how the attempt went.
-    lease = read_record(storage, f"{folder}/attempts/{attempt}/lease.json")
+    lease = read_record(storage, lease_path(folder, attempt))
     state = read_record(storage, f"{folder}/attempts/{attempt}/state.json")
     known = {key: (state or {}).get(key) for key in ("ended", "error")}
     return {"state": attempt_state(state, lease, time.time()), "attempt": attempt, **known, "log": log}

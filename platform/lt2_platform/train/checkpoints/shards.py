@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lt2_platform.storage import Storage
+from lt2_platform.storage import Storage, check_fence
 from lt2_platform.storage_errors import STORAGE_ERRORS
 
 
@@ -81,6 +81,7 @@ class HashingFileSystem(FileSystem):
             if "r" in mode:
                 yield raw
                 return
+            check_fence()
             stream = _HashingStream(raw)
             try:
                 yield stream
@@ -91,6 +92,7 @@ class HashingFileSystem(FileSystem):
         self.written[os.path.basename(path)] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        check_fence()
         super().rename(path, new_path)
         self.written[os.path.basename(new_path)] = self.written.pop(os.path.basename(path))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from lt2.model import build
@@ -14,8 +15,10 @@ from lt2.train import parallel
 from lt2.train.loop import Batch, TrainState
 from lt2.train.loss import next_token_objective
 from lt2.train.optim import adamw
+from lt2_platform.fence import FENCE
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.shards import save_shards
 from tests.platform.train.packed import TOKENIZER, model_config
 from tests.ranks import run_ranks
 
@@ -127,6 +130,15 @@ def test_load_model_needs_nothing_but_the_folder(tmp_path):
         assert not loaded.training
         tokens = torch.arange(10).unsqueeze(0)
         assert torch.equal(loaded(tokens).hidden, model.eval()(tokens).hidden)
+
+
+def test_behind_the_fence_no_shard_is_written(tmp_path, monkeypatch):
+    (tmp_path / "lease.json").write_text("{}")
+    monkeypatch.setenv(FENCE, str(tmp_path / "lease.json"))
+    storage = Storage(str(tmp_path / "run"))
+    with pytest.raises(CheckpointException, match="another process took over"):
+        save_shards({"model": trained()[0].state_dict()}, storage, "step-00000001")
+    assert storage.glob("step-00000001/*") == []
 
 
 def test_only_the_newest_are_kept(tmp_path):

@@ -1,0 +1,58 @@
+"""What S3 does with single keys, where fsspec's own way asks more or says less. `full` is `s3://bucket/key`."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+S3 = "s3://"
+DELETED_AT_ONCE = 1000  # keys that S3 takes in one request
+_ALREADY_EXISTS = {409, 412}  # conditional request conflict, precondition failed
+_WRITER = "lt2-writer"
+
+
+def has_key(fs: Any, full: str) -> bool:
+    bucket, key = full[len(S3) :].split("/", 1)
+    try:
+        fs.call_s3("head_object", Bucket=bucket, Key=key)
+        return True
+    except FileNotFoundError:
+        return False
+
+
+def put_if_absent(fs: Any, full: str, data: bytes) -> bool:
+    bucket, key = full[len(S3) :].split("/", 1)
+    writer = uuid.uuid4().hex
+    try:
+        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", Metadata={_WRITER: writer})
+        return True
+    except (OSError, ClientError) as error:
+        there = isinstance(error, FileExistsError) or _status(error) in _ALREADY_EXISTS
+        # Some servers answer EINVAL for a lost race; EINVAL also means a malformed request, hence the look.
+        if not there and not (getattr(error, "errno", None) == errno.EINVAL and fs.exists(full)):
+            raise
+    # The client sends a request again whose answer was lost, and then meets the object it made itself.
+    try:
+        return fs.call_s3("head_object", Bucket=bucket, Key=key).get("Metadata", {}).get(_WRITER) == writer
+    except FileNotFoundError:  # another's, and gone already
+        return False
+
+
+def delete_keys(fs: Any, full: str) -> None:
+    """Not `fs.rm`: it takes `*` and `[` in a key for a pattern, and says nothing of keys that S3 did not delete."""
+    bucket, key = full[len(S3) :].split("/", 1)
+    keys = [key, *(str(name).split("/", 1)[1] for name in fs.find(full))]
+    for start in range(0, len(keys), DELETED_AT_ONCE):
+        listed = [{"Key": each} for each in dict.fromkeys(keys[start : start + DELETED_AT_ONCE])]
+        answer = fs.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": listed, "Quiet": True})
+        for refused in answer.get("Errors", []):
+            kind = PermissionError if refused.get("Code") == "AccessDenied" else OSError
+            raise kind(f"{refused.get('Key')} was not deleted ({refused.get('Code')}: {refused.get('Message')})")
+
+
+def _status(error: BaseException) -> int | None:
+    cause = error if isinstance(error, ClientError) else error.__cause__
+    return cause.response["ResponseMetadata"].get("HTTPStatusCode") if isinstance(cause, ClientError) else None
