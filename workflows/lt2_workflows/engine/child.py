@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S = 20.0
 SAVE_GRACE_S = 60.0  # for a step that saves before it stops
+LAST_WORDS_S = 5.0  # for what a child said last to come through its pipe
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
@@ -83,7 +84,7 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    deadline, saving = math.inf, False
+    deadline, saving, gone = math.inf, False, math.inf
     while True:
         if driver.stopping.is_set() and deadline == math.inf:
             child.terminate()
@@ -96,8 +97,10 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
         try:
             line = lines.get(timeout=0.2)
         except queue.Empty:
-            # A grandchild may keep the pipe open after the attempt itself has ended.
-            if child.poll() is not None and lines.empty():
+            # A grandchild may keep the pipe open after the attempt itself has ended; its last words may still be in it.
+            if gone == math.inf and child.poll() is not None:
+                gone = time.monotonic() + LAST_WORDS_S
+            if time.monotonic() > gone:
                 return
             continue
         if line is None:
