@@ -178,15 +178,15 @@ def compact(storage: Storage) -> int:
     return generation
 
 
-def compact_evaluations(storage: Storage) -> None:
-    """Compact once COMPACT_AFTER evaluations wait in the journal: a run that is evaluated often would grow it all its
-    life, and every reader opens all of it. What fails here is tried again after the next evaluation.
+def compact_when_long(storage: Storage, counted: str = "") -> None:
+    """Compact once COMPACT_AFTER entries wait in the journal, or so many with `counted` in their names. Whoever calls
+    has written what it had to: what fails here is a warning, and the next one's to try again.
     """
     try:
-        if sum("~" in name for name in storage.list(JOURNAL)) >= COMPACT_AFTER:
+        if sum(counted in name for name in storage.list(JOURNAL)) >= COMPACT_AFTER:
             compact(storage)
     except STORAGE_ERRORS as error:
-        log.warning("the journal of results is not compacted (%s); the evaluation's rows are written", error)
+        log.warning("the journal of results is not compacted (%s); what was to be written is", error)
 
 
 def publish(storage: Storage, tables: Tables, generation: int, folded_evals: list[str]) -> bool:

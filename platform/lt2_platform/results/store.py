@@ -104,7 +104,8 @@ class ResultsStore:
             keys = dict.fromkeys(key for row in rows for key in row)  # pyarrow would take those of the first row only
             pq.write_table(pa.Table.from_pylist([{key: row.get(key) for key in keys} for row in rows]), file)
         index_files.write_eval_journal(self.storage, run_id, name, rows)
-        index_files.compact_evaluations(self.storage)
+        # A run that is evaluated often would grow the journal all its life, and every reader opens all of it.
+        index_files.compact_when_long(self.storage, "~")
 
     def log_event(self, run_id: str, kind: str, record: Mapping[str, Any]) -> None:
         """Add something that happened to a run: JSON-like, under one file of its own."""
@@ -243,8 +244,7 @@ class RunWriter:
             self.storage.write_json(f"runs/{self.run.run_id}/summary.json", summary)
         self.flush()
         write_curves(self.storage, self.run.run_id)
-        if len(self.storage.list(index_files.JOURNAL)) >= index_files.COMPACT_AFTER:
-            index_files.compact(self.storage)
+        index_files.compact_when_long(self.storage)
 
     def __enter__(self) -> RunWriter:
         return self

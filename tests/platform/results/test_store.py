@@ -193,6 +193,14 @@ def test_an_evaluation_is_kept_also_when_compacting_fails(local, monkeypatch, ca
     assert local.storage.list(results_index.JOURNAL) == []
 
 
+def test_a_run_is_closed_also_when_compacting_fails(local, monkeypatch, caplog):
+    monkeypatch.setattr(results_index, "COMPACT_AFTER", 1)
+    monkeypatch.setattr(results_index, "compact", lambda storage: (_ for _ in ()).throw(OSError("no route to host")))
+    local.create_run("r", {}).close({"loss": 1.0})
+    assert local.run("r").state == "finished"
+    assert "is not compacted (no route to host)" in caplog.text
+
+
 def test_differences_and_flatten():
     configs = {"a": {"x": {"y": 1, "z": [1]}, "same": 0}, "b": {"x": {"y": 2, "z": [1]}, "same": 0, "new": True}}
     assert differences(configs) == {"a": {"new": None, "x.y": 1}, "b": {"new": True, "x.y": 2}}
