@@ -25,9 +25,12 @@ class ConfigError(ValueError):
 
 
 class Config(BaseModel):
-    """Base of every configuration in LT2: frozen, and a typo is an error rather than an ignored key."""
+    """Base of every configuration in LT2: frozen, and a typo is an error rather than an ignored key.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Numbers are finite: JSON has no other, so a record of one could not be read back.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Extension(Config):

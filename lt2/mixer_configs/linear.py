@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 
 from lt2.config import CacheSpec, Dims, MixerConfig
 
-Expansion = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Expansion = Annotated[float, Field(gt=0)]
 """How many times as wide as the model, or as the keys."""
 
 

@@ -30,7 +30,7 @@ BAD = {
     "gdn conv of one": ({"type": "gdn", "conv_size": 1}, ["conv_size is 1", "0 for none", "at least 2"]),
     "gdn expand_v nan": ({"type": "gdn", "expand_v": float("nan")}, ["expand_v", "finite"]),
     "gla expand_k inf": ({"type": "gla", "expand_k": float("inf")}, ["expand_k", "finite"]),
-    "gla normalizer nan": ({"type": "gla", "gate_logit_normalizer": float("nan")}, ["gate_logit_normalizer is nan"]),
+    "gla normalizer nan": ({"type": "gla", "gate_logit_normalizer": float("nan")}, ["gate_logit_normalizer", "finite"]),
     "gdn heads": ({"type": "gdn", "num_heads": 0}, ["num_heads", "greater than 0"]),
     "kda head_dim": ({"type": "kda", "head_dim": 320}, ["head_dim 320", "256"]),
     "window": ({"type": "window", "window": 0}, ["window is 0", "at least 1"]),

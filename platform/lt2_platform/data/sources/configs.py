@@ -200,7 +200,7 @@ class OpenThoughtsConfig(FileSource):
 class Share(Config):
     """A source of a mixture and its weight, relative to the others'."""
 
-    weight: float = Field(gt=0, allow_inf_nan=False)
+    weight: float = Field(gt=0)
     source: AnySource
 
 
