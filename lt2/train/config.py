@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lt2.config import Config
+from lt2.config import Config, ConfigError, ModelConfig
 from lt2.train.objectives import AnyObjective, NextTokenConfig
 
 Recompute = Literal["none", "selective", "block", "loop"]
@@ -86,3 +86,11 @@ class TrainConfig(Config):
                 "activation_checkpoint 'selective' cannot see into compiled blocks; use 'block' or compile: false"
             )
         return self
+
+
+def check_recompute(model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ConfigError where `model` cannot be trained with the recomputation that `train` asks for."""
+    if train.recompute == "loop" and model.halting is not None:
+        raise ConfigError(
+            "train.activation_checkpoint 'loop': a loop of a model that halts cannot be recomputed; use 'block'"
+        )

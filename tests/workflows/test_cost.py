@@ -121,3 +121,15 @@ def test_stages_are_planned_where_their_teacher_is_known(tmp_path):
     done = CliRunner().invoke(app, unknown)
     assert done.exit_code == 0, done.output
     assert f"\nalign: not known before the teacher, {tmp_path}/later, is there" in done.output
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "train"), [("quickstart", "pretrain", "pretrain"), ("distill_small", "teacher", "stage3")]
+)
+@pytest.mark.parametrize("halting", ["act", "exit_gate"])
+def test_loops_of_a_model_that_halts_are_not_planned_with_recomputation(tmp_path, recipe, model, train, halting):
+    settings = [f"{model}.model.halting.type={halting}", f"{train}.train.activation_checkpoint=loop"]
+    options = ["--storage", str(tmp_path), "--card", "h100", "--count", "1"]
+    done = CliRunner().invoke(app, ["plan", recipe, *options, *(part for each in settings for part in ("--set", each))])
+    assert isinstance(done.exception, ConfigError), done.output
+    assert "'loop': a loop of a model that halts cannot be recomputed; use 'block'" in str(done.exception)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from lt2.config import HybridLayout, ModelConfig
 from lt2.layout import realised_ratio
-from lt2.train.config import TrainConfig
+from lt2.train.config import TrainConfig, check_recompute
 from lt2_platform.train.config import (
     PretrainConfig,
     PretrainModel,
@@ -71,7 +71,8 @@ class PretrainStep(StepConfig):
     train: TrainConfig
 
     @model_validator(mode="after")
-    def _batch_of_workers(self) -> PretrainStep:
+    def _check(self) -> PretrainStep:
+        check_recompute(self.model, self.train)
         check_workers(self.train, self.resources.num_workers, self.resources.min_workers)
         return self
 
