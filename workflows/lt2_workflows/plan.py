@@ -84,9 +84,8 @@ def planned_training(config: StepConfig, context: StepContext) -> Training | str
     if not isinstance(config, DistillStep):
         return None
     models = planned_stage(config, context)
-    if models is None:
-        where = config.teacher if isinstance(config.teacher, str) else config.teacher.step
-        return f"not known before the teacher, {where}, is there"
+    if isinstance(models, str):
+        return models
     asks = config.train.objective.needs_teacher and config.topk is None
     seq_len = dataset_facts(config.data, context, vocab_size=1)["seq_len"]
     return Training(models[0], config.train, seq_len, models[1] if asks else None)

@@ -47,14 +47,20 @@ def stage_config(run: DistillRun, teacher: ModelConfig, student: ModelConfig | N
     from lt2.distill.student import student_config
 
     kind = run.train.objective.type
-    layout = student.layout if student is not None else None
-    if layout is not None and not isinstance(layout, KeptLayout):
-        raise ConfigError(f"the student to start from has layout {layout.type!r}; give one that a stage has trained")
+    layout = kept_layout(student) if student is not None else None
     mixer = run.mixer or (layout.mixer if layout is not None else NEW_MIXER)
     kept = run.kept if run.kept is not None else (layout.kept if layout is not None else ())
     model = student_config(teacher, mixer, kept, both=kind == "align")
     check_recompute(model, run.train)
     return PretrainConfig(model=PretrainModel.model_validate(model.model_dump()), train=run.train)
+
+
+def kept_layout(student: ModelConfig) -> KeptLayout:
+    """The layout of a student to start from. Raises ConfigError where it is of no student."""
+    layout = student.layout
+    if not isinstance(layout, KeptLayout):
+        raise ConfigError(f"the student to start from has layout {layout.type!r}; give one that a stage has trained")
+    return layout
 
 
 def plan_stage(

@@ -19,12 +19,12 @@ from lt2_workflows.inputs import problems
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.plan import describe_plan
 from lt2_workflows.steps import pretrain
-from lt2_workflows.steps.distill import run_distill
+from lt2_workflows.steps.distill import describe_distill, run_distill
 from lt2_workflows.steps.pretrain import describe_pretrain, run_pretrain
 from lt2_workflows.steps.retention import run_retention
 from lt2_workflows.steps.select_layers import run_select_layers
 from tests.lt2.interop.test_ouro import OURO
-from tests.platform.distill.stages import GDN, write_teacher
+from tests.platform.distill.stages import DISTILL, GDN, run_stage, write_teacher
 from tests.platform.train.packed import train_config, write_dataset
 
 
@@ -199,6 +199,27 @@ def test_a_stage_through_its_step(tmp_path, monkeypatch):
     assert stored["distillation/distillation/teacher_kl"] == result["report_kl"] != result["kl"]
     assert {row["teacher"] for _, _, row in ResultsStore(context.storage).index().evals} == {teacher}
     assert STEP_TYPES["distill"].config is type(context.step.config)
+
+
+def test_a_plan_reads_the_layers_of_a_student_that_is_a_path(tmp_path):
+    teacher = write_teacher(tmp_path, steps=2)
+    student = run_stage(tmp_path, "student", DISTILL, teacher=teacher, kept=(1,), steps=2)
+
+    def described(**fields):
+        step = stage({"type": "distill"}, data=str(tmp_path / "data"), teacher=teacher, **fields)
+        later = stage({"type": "distill"}, data=str(tmp_path / "data"), teacher=teacher, student={"step": "next"})
+        context = context_of(tmp_path / "storage", {"next": step, "later": later}, "next")
+        texts = [describe_distill(context.workflow.configs[name], context) for name in ("next", "later")]
+        assert texts[0] == texts[1]
+        return texts[0]
+
+    assert "; attention kept in [1]; " in described(student=student)
+    assert "; attention kept in no layer; " in described()
+    text = described(student=str(tmp_path / "soon"))
+    assert text.endswith("attention kept in the layers of the student it starts from, which is not there yet")
+    assert described(student=str(tmp_path / "soon"), kept=[0]).endswith("attention kept in [0]")  # its mixer is unknown
+    with pytest.raises(ConfigError, match="has layout 'uniform'; give one that a stage has trained"):
+        described(student=teacher)
 
 
 def test_layers_are_chosen_on_one_half_of_the_held_out_rows_and_results_reported_on_the_other(tmp_path):

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from lt2.config import AnyMixer, MixerConfig, ModelConfig
 from lt2.distill.select import uniform_layers
 from lt2.train.config import TrainConfig
-from lt2_platform.distill.run import DistillRun, stage_config
+from lt2_platform.distill.run import NEW_MIXER, DistillRun, kept_layout, stage_config
 from lt2_platform.train.config import check_workers
 from lt2_workflows.console import amount
 from lt2_workflows.engine.attempt import StepContext
@@ -68,7 +68,10 @@ def describe_distill(config: DistillStep, context: StepContext) -> str:
     tokens = train.steps * train.global_batch_size * seq_len
     parts = [f"{train.objective.type}, {train.steps:,} steps, {amount(tokens)} tokens in rows of {seq_len:,}"]
     _, kept = planned_student(config, context)
-    where = f"the choice of {kept.step}" if isinstance(kept, SelectionRef) else list(kept) or "no layer"
+    if kept is None:
+        where = "the layers of the student it starts from, which is not there yet"
+    else:
+        where = f"the choice of {kept.step}" if isinstance(kept, SelectionRef) else list(kept) or "no layer"
     parts.append(f"attention kept in {where}")
     run = planned_training(config, context)
     if not isinstance(run, str | None):
@@ -77,28 +80,31 @@ def describe_distill(config: DistillStep, context: StepContext) -> str:
     return "; ".join(parts)
 
 
-def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfig, ModelConfig] | None:
-    """(student, teacher) of a stage before anything has run; None where nothing tells the teacher's config yet."""
-    teacher = planned_teacher(config.teacher, context)
+def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfig, ModelConfig] | str:
+    """(student, teacher) of a stage before anything has run; where nothing tells their configs yet, what is missing."""
+    teacher = planned_checkpoint(config.teacher, context)
     if teacher is None:
-        return None
+        where = config.teacher if isinstance(config.teacher, str) else config.teacher.step
+        return f"not known before the teacher, {where}, is there"
     mixer, kept = planned_student(config, context)
+    if mixer is None or kept is None:
+        return "not known before the student it starts from is there"
     if isinstance(kept, SelectionRef):  # which layers they are hardly matters here
         source = context.workflow.configs[kept.step]
         kept = uniform_layers(teacher.n_layers, source.count if isinstance(source, SelectLayersStep) else 0)
     return stage_config(DistillRun(mixer=mixer, kept=kept, train=config.train), teacher, None).model, teacher
 
 
-def planned_teacher(teacher: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
-    """The teacher's config: of a checkpoint, or as far as the workflow or the Ouro folder it imports tells it."""
-    if isinstance(teacher, str):
+def planned_checkpoint(place: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
+    """A model's config: of a checkpoint, or as far as the workflow or the Ouro folder it imports tells it."""
+    if isinstance(place, str):
         from lt2_platform.train.checkpoints.checkpoint import CheckpointError, read_info, resolve
 
         try:
-            return read_info(resolve(teacher)).model
+            return read_info(resolve(place)).model
         except CheckpointError:  # a plan may be made before its inputs are
             return None
-    source = context.workflow.configs[teacher.step]
+    source = context.workflow.configs[place.step]
     if isinstance(source, ImportOuroStep):
         return source.model
     return planned_model(source, context)[0] if isinstance(source, PretrainStep) else None
@@ -106,16 +112,24 @@ def planned_teacher(teacher: CheckpointRef | str, context: StepContext) -> Model
 
 def planned_student(
     config: DistillStep, context: StepContext
-) -> tuple[MixerConfig | None, tuple[int, ...] | SelectionRef]:
-    """(mixer, layers that keep attention or who chooses them), from this stage or the stages it starts from."""
+) -> tuple[MixerConfig | None, tuple[int, ...] | SelectionRef | None]:
+    """(mixer, layers that keep attention or who chooses them), from this stage or what it starts from.
+
+    None: that of a checkpoint which is not there yet.
+    """
     mixer, kept, student = config.mixer, config.kept, config.student
-    while (mixer is None or kept is None) and isinstance(student, Ref):
-        before = context.workflow.configs[student.step]
-        if not isinstance(before, DistillStep):
-            break
-        mixer, student = mixer or before.mixer, before.student
-        kept = before.kept if kept is None else kept
-    return mixer, () if kept is None else kept
+    while (mixer is None or kept is None) and student is not None:
+        before = context.workflow.configs[student.step] if isinstance(student, Ref) else None
+        if isinstance(before, DistillStep):
+            mixer, student = mixer or before.mixer, before.student
+            kept = before.kept if kept is None else kept
+            continue
+        model = planned_checkpoint(student, context)
+        if model is None:
+            return mixer, kept
+        layout = kept_layout(model)
+        return mixer or layout.mixer, layout.kept if kept is None else kept
+    return mixer or NEW_MIXER, () if kept is None else kept
 
 
 @step_type(DistillStep, describe=describe_distill)
