@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lt2_platform.results import index as index_files
+from lt2_platform.results.index import read_index
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import main
@@ -238,6 +240,18 @@ def test_results_are_a_block_per_run_and_can_be_narrowed(tmp_path):
     refused = lt2("results", "r3", "--storage", str(tmp_path))
     assert refused.returncode == 2
     assert "no run or workflow 'r3' with numbers; runs in" in refused.stderr
+
+
+def test_results_of_a_run_read_the_index_once(tmp_path, monkeypatch, capsys):
+    with ResultsStore(Storage(str(tmp_path))).create_run("r1", {}) as writer:
+        writer.log(8, {"loss": 2.0})
+    reads = []
+    monkeypatch.setattr(index_files, "read_index", lambda storage, read=read_index: reads.append(1) or read(storage))
+    monkeypatch.setattr(sys, "argv", ["lt2", "results", "r1", "--storage", str(tmp_path)])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert (done.value.code, reads) == (0, [1])
+    assert capsys.readouterr().out.startswith("r1\n")
 
 
 def test_status_shows_the_newest_workflow_last_and_long_errors_at_the_end(tmp_path):

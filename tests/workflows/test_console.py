@@ -57,3 +57,13 @@ def test_table_aligns_numbers_to_the_right():
         "a             1.5",
         "longer  12,345.68",
     ]
+
+
+def test_table_says_yes_and_no():
+    rows = [{"early_exit": False, "n": 1}, {"early_exit": True, "n": 20}]
+    assert table(rows, ["early_exit", "n"]).splitlines() == [
+        "early_exit   n",
+        "----------  --",
+        "no           1",
+        "yes         20",
+    ]

@@ -120,12 +120,12 @@ def amount(value: float) -> str:
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """Aligned text columns; numbers to the right."""
+    """Aligned text columns; numbers to the right, yes and no in words."""
     if not rows:
         return "(nothing yet)"
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(title), *(len(line[i]) for line in cells)) for i, title in enumerate(columns)]
-    numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
+    numeric = [all(_is_number(row.get(column)) for row in rows) for column in columns]
     lines = [columns, ["-" * width for width in widths], *cells]
     return "\n".join(
         "  ".join(text.rjust(w) if right else text.ljust(w) for text, w, right in zip(line, widths, numeric)).rstrip()
@@ -133,9 +133,15 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
     )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | None) and not isinstance(value, bool)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.2f}" if abs(value) >= 1000 else f"{value:.5g}"
     if isinstance(value, dict | list):

@@ -156,12 +156,13 @@ class ResultsStore:
         table, _, problems = read_curves(self.storage, run_id)
         return Curves(table, tuple(problems))
 
-    def results(self, runs: Collection[str] | None = None) -> list[dict[str, Any]]:
+    def results(self, runs: Collection[str] | None = None, *, index: Index | None = None) -> list[dict[str, Any]]:
         """Rows {run, step, metric, value, unit, config}: the last value of every metric, summaries and evaluations.
 
         runs: only theirs. `config` holds only what differs between the runs; `unit` is "" where there is none.
+        index: as it was read before; None reads it.
         """
-        index = self.index()
+        index = index or self.index()
         chosen = [run for run in index.runs if runs is None or run in runs]
         differs = differences({run: index.runs[run].config for run in chosen})
         return [

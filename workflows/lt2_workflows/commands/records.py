@@ -13,7 +13,7 @@ import typer
 from lt2_workflows.commands.evaluation import JsonOption, StorageOption
 
 if TYPE_CHECKING:
-    from lt2_platform.results.store import ResultsStore
+    from lt2_platform.results.index import Index
     from lt2_platform.storage import Storage
 
 
@@ -82,7 +82,8 @@ def results(
 
     root = readable(storage)
     store = ResultsStore(root)
-    rows = store.results(_runs(root, store, runs) if runs else None)
+    index = store.index()
+    rows = store.results(_runs(root, index, runs) if runs else None, index=index)
     if metrics is not None:
         rows = [row for row in rows if fnmatchcase(row["metric"], metrics)]
     if json_:
@@ -98,12 +99,11 @@ def results(
         typer.echo(table(mine, ["metric", "step", "value", "unit"]) + "\n")
 
 
-def _runs(root: Storage, store: ResultsStore, names: list[str]) -> set[str]:
+def _runs(root: Storage, index: Index, names: list[str]) -> set[str]:
     """The runs that names of runs and of workflows stand for. Raises ConfigError for one that is neither."""
     from lt2.config import ConfigError
     from lt2_workflows.engine.records import list_workflows
 
-    index = store.index()
     known = {*index.runs, *(run for run, _, _ in index.evals)}
     found = {name for name in names if name in known}
     workflows = list_workflows(root) if found != set(names) else []
