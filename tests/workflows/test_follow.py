@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from ray import job_submission
 from requests.exceptions import ConnectionError as NoConnection
 
 from lt2.config import ConfigError
@@ -70,3 +71,20 @@ def test_one_that_stays_away_is_one_line(clock):
         submit.cancel(Client(AWAY), "w-attempt1")
     with pytest.raises(ConfigError, match="was told to stop, but after 120 s it is still running"):
         submit.cancel(Client("RUNNING"), "w-attempt1")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError(""), "RuntimeError"),
+        (ConnectionError("\n"), "ConnectionError"),
+        (RuntimeError("Request failed: 404\n<html>"), "Request failed: 404"),
+    ],
+)
+def test_a_cluster_that_refuses_without_a_word_is_one_line(monkeypatch, error, said):
+    def refuse(address):
+        raise error
+
+    monkeypatch.setattr(job_submission, "JobSubmissionClient", refuse)
+    with pytest.raises(ConfigError, match=f"^no Ray answers at http://head:8265: {said}$"):
+        submit.connect("http://head:8265")

@@ -27,6 +27,10 @@ from lt2.config import Config, ConfigError
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 
 
+class NotKnownYetError(ConfigError):
+    """What a plan cannot say before another step has run, or an input is there."""
+
+
 class Ref(Config):
     """The output folder of the step called `step`. Subclasses say which kind of output they accept."""
 

@@ -9,7 +9,7 @@ from lt2.config import ConfigError
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.records import step_state
-from lt2_workflows.graph import STEP_TYPES, StepConfig, Workflow
+from lt2_workflows.graph import STEP_TYPES, NotKnownYetError, StepConfig, Workflow
 from lt2_workflows.inputs import problems
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
         if describe is not None:
             try:
                 text = describe(step.config, context)
+            except NotKnownYetError as error:
+                text = str(error)
             except (ConfigError, *STORAGE_ERRORS) as error:
                 if not missing:
                     raise
@@ -59,11 +61,12 @@ def describe_costs(
     lines: list[str] = []
     known: dict[str, str] = {}
     for name, step in workflow.steps.items():
-        run = planned_training(step.config, StepContext(storage, workflow, step, lambda values: None))
-        if run is None:
+        try:
+            run = planned_training(step.config, StepContext(storage, workflow, step, lambda values: None))
+        except NotKnownYetError as error:
+            lines.append(f"\n{name}: {error}")
             continue
-        if isinstance(run, str):
-            lines.append(f"\n{name}: {run}")
+        if run is None:
             continue
         text = describe_cost(run, Hardware(card, count or step.config.resources.num_workers, utilisation))
         same = known.setdefault(text, name)
@@ -71,8 +74,8 @@ def describe_costs(
     return "\n".join(lines) or f"{workflow.id} trains nothing"
 
 
-def planned_training(config: StepConfig, context: StepContext) -> Training | str | None:
-    """What a step trains; why that is not known yet; None: it trains nothing."""
+def planned_training(config: StepConfig, context: StepContext) -> Training | None:
+    """What a step trains; None: it trains nothing. Raises NotKnownYetError where nothing tells yet."""
     from lt2_workflows.cost import Training
     from lt2_workflows.steps.distill import DistillStep, planned_stage
     from lt2_workflows.steps.prepare import dataset_facts
@@ -83,9 +86,7 @@ def planned_training(config: StepConfig, context: StepContext) -> Training | str
         return Training(model, config.train, seq_len)
     if not isinstance(config, DistillStep):
         return None
-    models = planned_stage(config, context)
-    if isinstance(models, str):
-        return models
+    model, teacher = planned_stage(config, context)
     asks = config.train.objective.needs_teacher and config.topk is None
     seq_len = dataset_facts(config.data, context, vocab_size=1)["seq_len"]
-    return Training(models[0], config.train, seq_len, models[1] if asks else None)
+    return Training(model, config.train, seq_len, teacher if asks else None)

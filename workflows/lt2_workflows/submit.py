@@ -50,7 +50,8 @@ def connect(address: str) -> JobSubmissionClient:
             f"{address} refuses the token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file"
         ) from None
     except (ConnectionError, RuntimeError) as error:
-        raise ConfigError(f"no Ray answers at {address}: {str(error).splitlines()[0]}") from None
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(f"no Ray answers at {address}: {said}") from None
 
 
 def submit(client: JobSubmissionClient, workflow: Workflow, storage_root: str, python: str) -> str:

@@ -7,7 +7,7 @@ import time
 import pytest
 from tokenizers import Tokenizer, models
 
-from lt2.config import ConfigError
+from lt2.config import ConfigError, load_source
 from lt2_platform.data.sources.listing import describe, files_of
 from lt2_platform.data.tokenize import describe as describe_tokenizer
 from lt2_platform.data.tokenize import load_tokenizer
@@ -16,8 +16,11 @@ from lt2_workflows.console import describe as line
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import STEP_TYPES, Workflow, fingerprint
 from lt2_workflows.inputs import places_of
+from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.plan import describe_costs, describe_plan
 from lt2_workflows.steps import prepare
 from lt2_workflows.steps.prepare import PrepareStep, describe_prepare
+from tests.platform.distill.stages import ALIGN
 
 
 @pytest.mark.parametrize(
@@ -147,3 +150,36 @@ def test_rows_that_were_left_out_are_counted_beside_all_of_them_with_the_reasons
     assert prepare.left_out(manifest) == "3 of 11 rows could not be used (2 unknown role, 1 empty text)"
     manifest["quarantine"]["reasons"] = {"unknown role": 3}
     assert prepare.left_out(manifest) == "3 of 11 rows could not be used (unknown role)"
+
+
+OWN = """
+from typing import ClassVar, Literal
+from lt2_workflows.graph import StepConfig, step_type
+
+class MineStep(StepConfig):
+    produces: ClassVar[str] = "dataset"
+    type: Literal["my_dataset"] = "my_dataset"
+
+@step_type(MineStep)
+def run(config, context):
+    return {}
+"""
+
+
+def test_a_plan_waits_for_a_dataset_that_a_step_of_ones_own_makes(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    load_source(str(tmp_path / "own.py"))
+    train = {"steps": 1, "global_batch_size": 1}
+    mixer = {"type": "uniform", "mixer": {"type": "full"}}
+    model = {"dim": 8, "n_layers": 1, "num_heads": 1, "layout": mixer}
+    data, teacher = {"step": "data"}, {"step": "train"}
+    steps = {
+        "data": {"type": "my_dataset"},
+        "train": {"type": "pretrain", "data": data, "model": model, "train": train},
+        "align": {"type": "distill", "data": data, "teacher": teacher, "train": train | {"objective": ALIGN}},
+    }
+    workflow = workflow_from_record({"workflow": "w", "steps": steps}, source="test")
+    storage, unknown = Storage(str(tmp_path / "storage")), "not known before its data, step data, is there"
+    assert [line.strip() for line in describe_plan(workflow, storage).splitlines()].count(unknown) == 2
+    costs = describe_costs(workflow, storage, card="h100")
+    assert costs == f"\ntrain: {unknown}\n\nalign: {unknown}"

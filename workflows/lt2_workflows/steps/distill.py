@@ -5,6 +5,7 @@ Importing this module imports neither torch nor Ray.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -16,7 +17,7 @@ from lt2_platform.distill.run import NEW_MIXER, DistillRun, kept_layout, stage_c
 from lt2_platform.train.config import check_workers
 from lt2_workflows.console import amount
 from lt2_workflows.engine.attempt import StepContext
-from lt2_workflows.graph import Ref, StepConfig, step_type
+from lt2_workflows.graph import NotKnownYetError, Ref, StepConfig, step_type
 from lt2_workflows.steps.prepare import dataset_facts
 from lt2_workflows.steps.pretrain import PretrainStep, TrainResources, planned_model, train_options
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, SelectionRef, TopKRef
@@ -73,22 +74,24 @@ def describe_distill(config: DistillStep, context: StepContext) -> str:
     else:
         where = f"the choice of {kept.step}" if isinstance(kept, SelectionRef) else list(kept) or "no layer"
     parts.append(f"attention kept in {where}")
-    run = planned_training(config, context)
-    if not isinstance(run, str | None):
+    run = None
+    with suppress(NotKnownYetError):
+        run = planned_training(config, context)
+    if run is not None:
         flops = amount(tokens * flops_per_token(run, "none"))
         parts.append(f"{amount(parameters(run.model).total)} parameters, {flops} FLOPs with the teacher's")
     return "; ".join(parts)
 
 
-def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfig, ModelConfig] | str:
-    """(student, teacher) of a stage before anything has run; where nothing tells their configs yet, what is missing."""
+def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfig, ModelConfig]:
+    """(student, teacher) of a stage before anything has run. Raises NotKnownYetError where nothing tells them."""
     teacher = planned_checkpoint(config.teacher, context)
     if teacher is None:
         where = config.teacher if isinstance(config.teacher, str) else config.teacher.step
-        return f"not known before the teacher, {where}, is there"
+        raise NotKnownYetError(f"not known before the teacher, {where}, is there")
     mixer, kept = planned_student(config, context)
     if mixer is None or kept is None:
-        return "not known before the student it starts from is there"
+        raise NotKnownYetError("not known before the student it starts from is there")
     if isinstance(kept, SelectionRef):  # which layers they are hardly matters here
         source = context.workflow.configs[kept.step]
         kept = uniform_layers(teacher.n_layers, source.count if isinstance(source, SelectLayersStep) else 0)

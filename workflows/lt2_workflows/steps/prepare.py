@@ -18,7 +18,7 @@ from lt2_platform.data.tokenize import is_as_recorded, load_tokenizer
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
-from lt2_workflows.graph import Place, Ref, StepConfig, step_type
+from lt2_workflows.graph import NotKnownYetError, Place, StepConfig, step_type
 from lt2_workflows.steps.refs import DatasetRef
 
 
@@ -116,14 +116,17 @@ def left_out(manifest: dict[str, Any]) -> str:
 def dataset_facts(data: DatasetRef | str, context: StepContext, *, vocab_size: int | None) -> dict[str, Any]:
     """The dataset's manifest; before it is prepared, the part of it that its step's config determines.
 
-    A model that gives its own vocab_size can be planned where the tokenizer's file is not.
+    A model that gives its own vocab_size can be planned where the tokenizer's file is not. Raises NotKnownYetError for
+    a dataset of another kind of step that has not run.
     """
     from lt2_platform.data.stream import load_manifest
 
-    source = context.workflow.configs[data.step] if isinstance(data, Ref) else None
-    if source is None or context.storage.exists(context.storage.relative(context.path(data)) + "/manifest.json"):
-        return load_manifest(context.path(data))
-    assert isinstance(source, PrepareStep)
+    path = context.path(data)
+    if isinstance(data, str) or context.storage.exists(context.storage.relative(path) + "/manifest.json"):
+        return load_manifest(path)
+    source = context.workflow.configs[data.step]
+    if not isinstance(source, PrepareStep):  # a step of the user's own
+        raise NotKnownYetError(f"not known before its data, step {data.step}, is there")
     if vocab_size is None:
         vocab_size = load_tokenizer(source.tokenizer).vocab_size
     return {"seq_len": source.seq_len, "tokenizer": {"name": source.tokenizer, "vocab_size": vocab_size}}
