@@ -22,10 +22,11 @@ pytestmark = pytest.mark.ray
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "platform" / "clusters"
 
-# srun runs the command here, without its own options; the node is this machine.
+# srun runs the command here, without its own options; the first node is this machine, others never come up.
 SRUN = """#!/bin/bash
+export SLURMD_NODENAME=node1
 while [ $# -gt 0 ]; do
-    case "$1" in -w|-x) shift 2;; -*) shift;; *) break;; esac
+    case "$1" in -w) shift 2;; -x) exec sleep 1000;; -*) shift;; *) break;; esac
 done
 exec "$@"
 """
@@ -44,7 +45,7 @@ def home():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def start(home: Path, *settings: str) -> subprocess.Popen:
+def start(home: Path, *settings: str, **variables: str) -> subprocess.Popen:
     site = read_settings(str(CLUSTERS / "settings.yaml"))
     node = {"python": sys.executable, "root": str(home / "storage"), "cpus_per_node": 2, "gpus_per_node": 0}
     script = home / "lt2.sbatch"
@@ -60,6 +61,7 @@ def start(home: Path, *settings: str) -> subprocess.Popen:
         "SLURM_JOB_NUM_NODES": "1",
         "LT2_RAY_OPTIONS": f"--temp-dir={home / 'r'} --ray-client-server-port={22000 + os.getpid() % 1000 * 7} "
         f"--dashboard-agent-listen-port={30000 + os.getpid() % 1000 * 7} --object-store-memory=100000000",
+        **variables,
     }
     sets = [part for value in (f"only.trace={home / 'trace'}", *settings) for part in ("--set", value)]
     command = ["bash", str(script), "mine.py:one", *sets]
@@ -100,3 +102,13 @@ def test_a_recipe_runs_on_the_allocation(home):
     output, _ = batch.communicate(timeout=150)
     assert batch.returncode == 0, output
     assert "only       done" in output
+
+
+def test_nodes_that_never_join_end_the_job_by_name_before_the_recipe_starts(home):
+    (home / "bin/scontrol").write_text("#!/bin/bash\nprintf 'node1\\nnode2\\nnode3\\n'\n")
+    batch = start(home, SLURM_JOB_NUM_NODES="3", LT2_NODES_S="2")
+    output, _ = batch.communicate(timeout=150)
+    assert batch.returncode == 1, output
+    assert "after 2 s, 2 of 3 nodes have not joined Ray: node2, node3; " in output
+    assert "sbatch --exclude=node2,node3" in output
+    assert not (home / "storage").exists(), "the recipe ran"

@@ -36,7 +36,8 @@ export RAY_TRAIN_ENABLE_STATE_TRACKING=1 RAY_USAGE_STATS_ENABLED=0
 # Two jobs may share a login node or, without --exclusive, a machine: the ports follow from the job's number.
 port=$((20000 + SLURM_JOB_ID % 5000 * 2))
 ray() {{ "$python" -m ray.scripts.scripts "$@"; }}
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+head=${{nodes[0]}}
 address=$(srun --nodes=1 --ntasks=1 -w "$head" hostname -I | cut -d' ' -f1)
 
 on_nodes() {{  # options of srun, then those of ray start; stays in the background
@@ -52,23 +53,27 @@ finish() {{
 }}
 trap finish EXIT
 
-start=("$python" -m ray.scripts.scripts start --block --disable-usage-stats --num-cpus={cpus}{num_gpus})
+# Each node joins by Slurm's name of it, so that those which do not can be told.
+start=(bash -c 'exec "$@" --node-name="$SLURMD_NODENAME"' ray
+    "$python" -m ray.scripts.scripts start --block --disable-usage-stats --num-cpus={cpus}{num_gpus})
 on_nodes --nodes=1 --ntasks=1 -w "$head" "${{start[@]}}" --head --node-ip-address="$address" --port=$port \
     --include-dashboard=false ${{LT2_RAY_OPTIONS:-}}
+up=
 for _ in $(seq 60); do
-    ray status --address "$address:$port" > "$folder/status" 2>&1 && break
+    ray status --address "$address:$port" > "$folder/status" 2>&1 && up=yes && break
     kill -0 "${{started[0]}}" || {{ echo "lt2: the head did not start" >&2; exit 1; }}
     sleep 2
 done
+if [ -z "$up" ]; then
+    echo "lt2: Ray's head on $head does not answer at $address:$port:" >&2
+    cat "$folder/status" >&2
+    exit 1
+fi
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     others=$((SLURM_JOB_NUM_NODES - 1))
     on_nodes --nodes=$others --ntasks=$others -x "$head" "${{start[@]}}" --address "$address:$port"
-    for _ in $(seq 150); do
-        ray status --address "$address:$port" 2>/dev/null | sed -n '/^Active/,/^Pending/p' |
-            grep -c node_ | grep -qx "$SLURM_JOB_NUM_NODES" && break
-        sleep 2
-    done
 fi
+"$python" -P -m lt2_workflows.cluster.nodes "$address:$port" "${{LT2_NODES_S:-300}}" "${{nodes[@]}}"
 
 # In the background, so that Slurm's signal reaches us while it runs: the driver then releases its leases.
 RAY_ADDRESS=$address:$port "$python" -P -m lt2_workflows.cli run "$@" --storage "$storage" &
