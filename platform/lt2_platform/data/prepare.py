@@ -29,6 +29,7 @@ from lt2_platform.data.sources.configs import (
     AnySource,
     FileSource,
     MixtureConfig,
+    OpenThoughtsConfig,
     SourceConfig,
     identity,
     parts_of,
@@ -217,10 +218,12 @@ def _job(
 def _common(config: PrepareConfig, tokenizer: Tokenizer, file: str | None, fingerprint: str) -> dict[str, Any]:
     """The manifest's entries that only depend on the config."""
     masked = {"loss_mask": True} if any(part.masks_loss for part in config.parts) else {}
+    templates = sorted({part.template for part in config.parts if isinstance(part, OpenThoughtsConfig)})
+    chat = {"chat_templates": templates} if templates else {}  # every checkpoint has the tokenizer's record
     return {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
-        "tokenizer": {**describe(tokenizer), "file": file},
+        "tokenizer": {**describe(tokenizer), "file": file, **chat},
         "seq_len": config.seq_len,
         "seed": config.seed,
         "config": _settings(config),

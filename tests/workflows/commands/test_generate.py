@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from lt2.config import ConfigError
 from lt2.generate import generate
-from lt2_platform.data.tokenize import encode, load_tokenizer
+from lt2_platform.data.sources.documents import Piece, end_of_answer, question, text_of
+from lt2_platform.data.tokenize import ByteTokenizer, describe, encode, load_tokenizer
 from lt2_workflows.cli import app
 from lt2_workflows.commands.generate import Shown
 from tests.platform.evaluate.tiny import model, save
@@ -51,3 +52,90 @@ def test_text_is_shown_as_soon_as_its_characters_are_whole(capsys):
         seen.append(capsys.readouterr().out)
     assert seen == ["Caf", "", "é", "!"]
     assert shown.text == "fé!"
+
+
+def chatting(folder, net, *templates: str) -> str:
+    known = {"chat_templates": list(templates)} if templates else {}
+    return save(folder, net, tokenizer={**describe(ByteTokenizer()), "file": None, **known})
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "options", "template", "said"),
+    [
+        (["chatml"], ["--chat"], "chatml", ""),
+        (["plain"], ["--chat"], "plain", ""),
+        (["plain", "chatml"], ["--template", "chatml"], "chatml", ""),
+        (["plain"], ["--template", "chatml"], "chatml", "was not trained on chatml but on plain\n"),
+        ([], ["--template", "chatml"], "chatml", "on no conversations, as far as its checkpoint says\n"),
+        (["plain"], [], None, "was trained on conversations; --chat asks it by their template\n"),
+        ([], [], None, ""),
+    ],
+)
+def test_a_model_is_asked_by_the_template_it_was_trained_on(tmp_path, trained_on, options, template, said):
+    net, tokenizer = model(seed=2), load_tokenizer("byte")
+    text = "a b" if template is None else text_of(question(template, "a b"))
+    (tokens,) = generate(net, [encode(tokenizer, text)], max_new_tokens=12, temperature=0.8, eos_id=tokenizer.eos_id)
+    result = invoke(chatting(tmp_path, net, *trained_on), "--device", "cpu", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ("a b" if template is None else "") + tokenizer.decode(tokens) + "\n"
+    note, _, _ = result.stderr.partition(f"{len(tokens)} tokens")
+    assert note.endswith(said)
+    assert bool(note) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "options", "message"),
+    [
+        ([], ["--chat"], "was not trained on conversations, as far as its checkpoint says; --template chatml|llama3|"),
+        (["chatml", "plain"], ["--chat"], "on several templates; choose --template chatml|plain"),
+        (["chatml"], ["--template", "qwen"], "--template qwen: choose one of chatml, llama3, plain"),
+    ],
+)
+def test_a_template_that_cannot_be_told(tmp_path, trained_on, options, message):
+    error = invoke(chatting(tmp_path, model(), *trained_on), *options).exception
+    assert isinstance(error, ConfigError)
+    assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "printed"),
+    [
+        ("chatml", "one<|im_end|>\n", ["o", "n", "e"]),
+        ("chatml", "a <|b|> c", ["a", " ", "<|b", "|", ">", " ", "c"]),
+        ("plain", "a\n\nb\n\nUser: no", ["a", "\n\nb"]),
+    ],
+)
+def test_an_answer_ends_before_what_ends_it_and_nothing_of_that_is_shown(capsys, template, written, printed):
+    tokenizer = load_tokenizer("byte")
+    shown, end = Shown(tokenizer, end=end_of_answer(template)), end_of_answer(template).text
+    ids = tokenizer.encode_batch([written])[0].tolist()
+    seen = []
+    for count in range(1, len(ids) + 1):
+        ended = shown(ids[:count])
+        seen.append(capsys.readouterr().out)
+        assert ended == (end in written[:count])
+        if ended:
+            break
+    assert [text for text in seen if text] == printed
+    assert shown.rest(ids[:count]) == ""
+
+
+def test_what_could_have_become_the_end_is_shown_unless_the_document_is_over(capsys):
+    tokenizer = load_tokenizer("byte")
+    ids = tokenizer.encode_batch(["yes\n\n"])[0].tolist()
+    for tokens, rest in ((ids, "\n\n"), ([*ids, tokenizer.eos_id], "")):
+        shown = Shown(tokenizer, end=end_of_answer("plain"))
+        assert [shown(tokens[:count]) for count in range(1, len(tokens) + 1)] == [False] * len(tokens)
+        assert (capsys.readouterr().out, shown.rest(tokens)) == ("yes", rest)
+
+
+def test_a_special_token_ends_an_answer_where_the_tokenizer_has_it(capsys):
+    class Chatty(ByteTokenizer):
+        def special_id(self, name):
+            return 258 if name == "<|im_end|>" else None
+
+    shown = Shown(Chatty(), end=Piece("<|im_end|>", special=True))
+    ids = Chatty().encode_batch(["<|im_end|>"])[0].tolist()  # as text it ends nothing
+    assert not shown(ids)
+    assert shown([*ids, 258])
+    assert capsys.readouterr().out == "<|im_end|>"

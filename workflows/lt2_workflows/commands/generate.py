@@ -1,9 +1,9 @@
-"""`lt2 generate`: continue a text with a trained model."""
+"""`lt2 generate`: continue a text with a trained model, or ask one that was trained on conversations."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -11,12 +11,19 @@ from lt2_workflows.commands.evaluation import StorageOption
 from lt2_workflows.commands.models import find_checkpoint
 
 if TYPE_CHECKING:
+    from lt2_platform.data.sources.documents import Piece
     from lt2_platform.data.tokenize import Tokenizer
 
 
 def generate(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
     text: Annotated[str, typer.Argument(help="The prompt.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask a model trained on conversations, by their template; shows the answer.")
+    ] = False,
+    template: Annotated[
+        str | None, typer.Option(help="As --chat, by this one: chatml, llama3 or plain.", show_default=False)
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
@@ -35,7 +42,9 @@ def generate(
     from lt2.decode import merge_projections
     from lt2.generate import generate as continue_tokens
     from lt2.layout import loops_text
+    from lt2_platform.data.sources.documents import end_of_answer, question
     from lt2_platform.data.tokenize import encode, load_tokenizer
+    from lt2_platform.data.units import encode_documents
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model
 
@@ -43,17 +52,22 @@ def generate(
     if where not in ("cuda", "cpu") or (where == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"--device {where}: " + ("no GPU here" if where == "cuda" else "choose cuda or cpu"))
     model, _, info = load_model(find_checkpoint(Storage(storage), checkpoint))
+    template = chat_template(checkpoint, info.get("chat_templates", []), chat=chat, named=template)
     if where == "cuda":
         model = model.to("cuda", torch.bfloat16)
         merge_projections(model)
     if loops is not None:
         model = model.at_depth(loops, halting=False)
     tokenizer = load_tokenizer(info["file"] or "byte")
-    shown = Shown(tokenizer, text)
+    if template is None:
+        prompt, shown = encode(tokenizer, text), Shown(tokenizer, text)
+    else:
+        prompt = [*encode(tokenizer, ""), *encode_documents(tokenizer, [question(template, text)])[0].tolist()]
+        shown = Shown(tokenizer, end=end_of_answer(template))
     begin = time.perf_counter()
     (tokens,) = continue_tokens(
         model,
-        [encode(tokenizer, text)],
+        [prompt],
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -63,7 +77,7 @@ def generate(
         stop=shown,
     )
     seconds = time.perf_counter() - begin
-    typer.echo(tokenizer.decode(tokens)[len(shown.text) :])
+    typer.echo(shown.rest(tokens))
     typer.echo(
         f"{len(tokens)} tokens, {len(tokens) / seconds:,.1f} a second with the prompt's reading, on {where}, "
         + loops_text(model.depth)
@@ -72,11 +86,46 @@ def generate(
     )
 
 
-class Shown:
-    """Asked after every new token whether to stop, it never does, but prints what has become readable."""
+def chat_template(checkpoint: str, known: list[str], *, chat: bool, named: str | None) -> str | None:
+    """By which template to ask; None: as text that goes on. known: those the model was trained on.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str):
+    Says on stderr where that is not how it was trained. Raises ConfigError where it cannot be told.
+    """
+    from lt2.config import ConfigError
+    from lt2_platform.data.sources.configs import Template
+
+    choices = get_args(Template)
+    if named is not None:
+        if named not in choices:
+            raise ConfigError(f"--template {named}: choose one of {', '.join(choices)}")
+        if named not in known:
+            trained = f"on {', '.join(known)}" if known else "on no conversations, as far as its checkpoint says"
+            typer.echo(f"{checkpoint} was not trained on {named} but {trained}", err=True)
+        return named
+    if not chat:
+        if known:
+            typer.echo(f"{checkpoint} was trained on conversations; --chat asks it by their template", err=True)
+        return None
+    if not known:
+        raise ConfigError(
+            f"--chat: {checkpoint} was not trained on conversations, as far as its checkpoint says; "
+            f"--template {'|'.join(choices)} asks it by one all the same"
+        )
+    if len(known) > 1:
+        raise ConfigError(f"--chat: {checkpoint} was trained on several templates; choose --template {'|'.join(known)}")
+    return known[0]
+
+
+class Shown:
+    """Asked after every new token whether to stop, it prints what has become readable; true at `end`, if one is given.
+
+    end: a special token where the tokenizer has it, else text; neither is printed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str = "", end: Piece | None = None):
         self.tokenizer, self.prompt = tokenizer, prompt
+        self.end_id = tokenizer.special_id(end.text) if end is not None and end.special else None
+        self.end = end.text if end is not None and self.end_id is None else None
         self.text = ""
 
     def __call__(self, tokens: list[int]) -> bool:
@@ -84,6 +133,21 @@ class Shown:
             typer.echo(self.prompt, nl=False)
         text = self.tokenizer.decode(tokens)
         if text.startswith(self.text) and not text.endswith("\ufffd"):  # perhaps the first bytes of a character
-            typer.echo(text[len(self.text) :], nl=False)
-            self.text = text
-        return False
+            readable = self._before_end(text)
+            typer.echo(readable[len(self.text) :], nl=False)
+            self.text = readable
+        return tokens[-1] == self.end_id or (self.end is not None and self.end in text)
+
+    def rest(self, tokens: list[int]) -> str:
+        """What is not printed yet of all tokens."""
+        text = self.tokenizer.decode(tokens)
+        ended = tokens[-1] == self.tokenizer.eos_id or (self.end is not None and self.end in text)
+        return (self._before_end(text) if ended else text)[len(self.text) :]
+
+    def _before_end(self, text: str) -> str:
+        """Without the end and what comes after it, nor what may become the end."""
+        if self.end is None:
+            return text
+        before, found, _ = text.partition(self.end)
+        begun = (size for size in range(len(self.end) - 1, 0, -1) if before.endswith(self.end[:size]))
+        return before if found else before[: len(before) - next(begun, 0)]

@@ -167,6 +167,10 @@ class DclmConfig(FileSource):
         return (("text",),)
 
 
+Template = Literal["chatml", "llama3", "plain"]
+"""How the turns of a conversation are written."""
+
+
 class OpenThoughtsConfig(FileSource):
     """OpenThoughts: conversations with long reasoning, in `conversations` ({from, value}) or `messages`, and `system`.
 
@@ -180,7 +184,7 @@ class OpenThoughtsConfig(FileSource):
     fix: ClassVar[str] = "openthoughts files have one of them"
     type: Literal["openthoughts"] = "openthoughts"
     format: Literal["parquet", "jsonl"] = "parquet"
-    template: Literal["chatml", "llama3", "plain"] = "chatml"
+    template: Template = "chatml"
     loss: Literal["all", "assistant"] = "all"
     unterminated_think: Literal["quarantine", "keep"] = "quarantine"
 

@@ -137,13 +137,32 @@ def _is_unterminated(text: str) -> bool:
     return any(text.count(begin) > text.count(end) for begin, end in _THINKING)
 
 
+def question(template: str, text: str) -> tuple[Piece, ...]:
+    """A conversation up to where the assistant answers `text`: what a model that learned from them goes on from."""
+    before, _ = _frame(template, "assistant", given=True, written=True)
+    return (*_turn(template, "user", text, given=True, written=True), *before)
+
+
+def end_of_answer(template: str) -> Piece:
+    """What follows an answer: the marker that ends it, or the next turn's beginning where the template has none."""
+    _, after = _frame(template, "assistant", given=True, written=True)
+    before, _ = _frame(template, "user", given=True, written=True)
+    return after[0] if after[0].special else Piece(text_of((*after, *before)))
+
+
 def _turn(template: str, role: str, text: str, *, given: bool, written: bool) -> list[Piece]:
-    """One turn. `given` says whether its frame is learned, `written` what a model would write: text and end marker."""
+    before, after = _frame(template, role, given=given, written=written)
+    return [*before, Piece(text, written), *after]
+
+
+def _frame(template: str, role: str, *, given: bool, written: bool) -> tuple[list[Piece], list[Piece]]:
+    """What is before and after a turn's text. `given` says whether the former is learned, `written` whether that which
+    a model would write is: the text and its end marker."""
     if template == "chatml":
         return [
             Piece("<|im_start|>", given, special=True),
             Piece(f"{role}\n", given),
-            Piece(text, written),
+        ], [
             Piece("<|im_end|>", written, special=True),
             Piece("\n", written),  # so that the end of the document, after it, is learned too
         ]
@@ -153,7 +172,5 @@ def _turn(template: str, role: str, text: str, *, given: bool, written: bool) ->
             Piece(role, given),
             Piece("<|end_header_id|>", given, special=True),
             Piece("\n\n", given),
-            Piece(text, written),
-            Piece("<|eot_id|>", written, special=True),
-        ]
-    return [Piece(f"{role.capitalize()}: ", given), Piece(text, written), Piece("\n\n", written)]
+        ], [Piece("<|eot_id|>", written, special=True)]
+    return [Piece(f"{role.capitalize()}: ", given)], [Piece("\n\n", written)]

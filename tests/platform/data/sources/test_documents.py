@@ -12,6 +12,8 @@ from lt2.train.loop import Batch
 from lt2.train.loss import next_token_objective
 from lt2_platform.data.pack import IGNORED, frame, join_framed, learned, pack, split_framed
 from lt2_platform.data.prepare import PrepareConfig, prepare
+from lt2_platform.data.sources.configs import OpenThoughtsConfig
+from lt2_platform.data.sources.documents import conversation, end_of_answer, question, text_of
 from lt2_platform.data.stream import PackedDataset
 
 BOS, EOS = 256, 257
@@ -86,6 +88,36 @@ def test_only_answers_are_learned(conversations):
     everything = conversations("all")
     assert "loss_mask" not in everything.batch([0])
     assert np.array_equal(everything.batch(range(everything.n_sequences))["tokens"], batch["tokens"])
+
+
+@pytest.mark.parametrize(("template", "end"), [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("plain", "")])
+def test_a_question_is_a_conversation_up_to_its_answer(template, end):
+    said = ["Q?", "A\n\nB", "Q2?", "C"]
+    roles = ["user", "assistant"] * 2
+    turns = [{"role": role, "content": text} for role, text in zip(roles, said)]
+    document = conversation(OpenThoughtsConfig(path="x", template=template), {"messages": turns})
+    asked = question(template, "Q?")
+    assert document[: len(asked)] == asked
+    assert document[len(asked)].text == "A\n\nB"
+    marker, following = end_of_answer(template), document[len(asked) + 1 :]
+    assert (marker.text, marker.special) == ((end, True) if end else ("\n\nUser: ", False))
+    assert text_of(following).startswith(marker.text)
+    assert marker.special == following[0].special
+
+
+def test_a_dataset_of_conversations_says_by_which_template(conversations, tmp_path):
+    assert conversations("assistant").manifest["tokenizer"]["chat_templates"] == ["chatml"]
+    chats = {"type": "openthoughts", "path": f"{tmp_path}/x.jsonl", "format": "jsonl", "template": "plain"}
+    plain = {"type": "text", "path": f"{tmp_path}/x.txt"}
+    (tmp_path / "x.txt").write_text("text " * 300)
+    shares = [{"weight": 1, "source": source} for source in (chats, chats | {"template": "llama3"}, plain)]
+    for name, source, known in (
+        ("mixed", {"type": "mixture", "sources": shares}, {"chat_templates": ["llama3", "plain"]}),
+        ("text", plain, {}),
+    ):
+        config = PrepareConfig.model_validate({"source": source, "seq_len": 63, "validation_fraction": 0})
+        record = prepare(config, str(tmp_path / name))["tokenizer"]
+        assert {key: value for key, value in record.items() if key == "chat_templates"} == known
 
 
 def test_the_loss_counts_exactly_the_learned_targets(conversations):
