@@ -87,8 +87,9 @@ def state_recall(name: str, n_loops: int, until: float, dry_run: bool) -> dict[s
     model = build(settings.model, seed=0, device=device())
     optimizer = adamw(model, lr=settings.lr)
     state, history = TrainState(), []
-    while (size := recall.current(settings, history)) is not None and (not history or time.time() < until):
-        state, entry = recall.practise(settings, model, optimizer, size, state)
+    while (following := recall.current(settings, history)) is not None and (not history or time.time() < until):
+        size, stage_steps = following
+        state, entry = recall.practise(settings, model, optimizer, size, state, stage_steps)
         history.append(entry)
     last = history[-1]
     return {
