@@ -17,6 +17,7 @@ COMPILER = shutil.which("g++") or shutil.which("clang++") or ""
 
 pytestmark = [
     pytest.mark.interpret,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA"),
     pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler"),
     pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs fla: the `interpret` extra"),
