@@ -88,9 +88,9 @@ class TrainConfig(Config):
         return self
 
 
-def check_recompute(model: ModelConfig, train: TrainConfig) -> None:
-    """Raise ConfigError where `model` cannot be trained with the recomputation that `train` asks for."""
-    if train.recompute == "loop" and model.halting is not None:
+def check_recompute(model: ModelConfig, recompute: str) -> None:
+    """Raise ConfigError where `model` cannot be trained with that recomputation."""
+    if recompute == "loop" and model.halting is not None:
         raise ConfigError(
             "train.activation_checkpoint 'loop': a loop of a model that halts cannot be recomputed; use 'block'"
         )

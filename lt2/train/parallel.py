@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lt2.config import ConfigError
+from lt2.train.config import check_recompute
 
 # A bf16 policy would round these, and a decay of exp(-exp(A_log)) amplifies the rounding over thousands of tokens.
 # They are a few numbers per head: every rank keeps them whole, in fp32, and their gradients travel in one all-reduce.
@@ -72,8 +73,8 @@ def wrap_blocks(model: nn.Module, *, recompute: str = "none", compile: bool = Fa
     if recompute == "loop":
         if not hasattr(model, "run_loop"):
             raise ConfigError(f"{type(model).__name__} has no run_loop to recompute; use 'block' instead of 'loop'")
-        if model.halt is not None:
-            raise ConfigError("a loop of a model that halts cannot be recomputed; use 'block' instead of 'loop'")
+        config: Any = model.config
+        check_recompute(config, recompute)
         model.run_loop = _recomputed(model.run_loop)  # type: ignore[assignment]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from lt2_platform.storage_errors import http_status
+
 S3 = "s3://"
 DELETED_AT_ONCE = 1000  # keys that S3 takes in one request
 _ALREADY_EXISTS = {409, 412}  # conditional request conflict, precondition failed
@@ -30,7 +32,7 @@ def put_if_absent(fs: Any, full: str, data: bytes) -> bool:
         fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", Metadata={_WRITER: writer})
         return True
     except (OSError, ClientError) as error:
-        there = isinstance(error, FileExistsError) or _status(error) in _ALREADY_EXISTS
+        there = isinstance(error, FileExistsError) or http_status(error) in _ALREADY_EXISTS
         # Some servers answer EINVAL for a lost race; EINVAL also means a malformed request, hence the look.
         if not there and not (getattr(error, "errno", None) == errno.EINVAL and fs.exists(full)):
             raise
@@ -51,8 +53,3 @@ def delete_keys(fs: Any, full: str) -> None:
         for refused in answer.get("Errors", []):
             kind = PermissionError if refused.get("Code") == "AccessDenied" else OSError
             raise kind(f"{refused.get('Key')} was not deleted ({refused.get('Code')}: {refused.get('Message')})")
-
-
-def _status(error: BaseException) -> int | None:
-    cause = error if isinstance(error, ClientError) else error.__cause__
-    return cause.response["ResponseMetadata"].get("HTTPStatusCode") if isinstance(cause, ClientError) else None

@@ -136,10 +136,20 @@ def _root(error: BaseException) -> str | None:
     return next((note.removeprefix(_NOTE) for note in notes), None)
 
 
+def http_status(error: BaseException) -> int | None:
+    """Of the S3 server's answer; None where there was none."""
+    return _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+
+
 def _answer(error: BaseException) -> dict[str, Any]:
-    """What the S3 server said; s3fs raises an OSError from it."""
+    """What the S3 server said."""
+    return _response(error).get("Error", {})
+
+
+def _response(error: BaseException) -> dict[str, Any]:
+    """Of the S3 server; s3fs raises an OSError from it."""
     cause = error if isinstance(error, ClientError) else error.__cause__
-    return dict(cause.response.get("Error", {})) if isinstance(cause, ClientError) else {}
+    return dict(cause.response) if isinstance(cause, ClientError) else {}
 
 
 def _code(error: BaseException) -> str | None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2_platform.source_files import is_inside, is_python_file
 from lt2_workflows.engine.records import json_bytes
 from lt2_workflows.graph import Workflow
 from lt2_workflows.provenance import SNAPSHOT, provenance
-from lt2_workflows.source_files import is_inside, is_python_file
 
 PACKAGES = ("lt2", "lt2_platform", "lt2_workflows", "lt2_dashboards")
 RECORD = "workflow.json"

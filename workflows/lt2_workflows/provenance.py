@@ -7,9 +7,10 @@ import json
 import platform
 import subprocess
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lt2_platform.packages import version_of
 
 if TYPE_CHECKING:
     from lt2_platform.results.store import ResultsStore
@@ -39,7 +40,7 @@ def provenance() -> dict[str, Any]:
     return {
         **_checkout(),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
     }
 
 
@@ -91,10 +92,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -51,7 +51,7 @@ def stage_config(run: DistillRun, teacher: ModelConfig, student: ModelConfig | N
     mixer = run.mixer or (layout.mixer if layout is not None else NEW_MIXER)
     kept = run.kept if run.kept is not None else (layout.kept if layout is not None else ())
     model = student_config(teacher, mixer, kept, both=kind == "align")
-    check_recompute(model, run.train)
+    check_recompute(model, run.train.recompute)
     return PretrainConfig(model=PretrainModel.model_validate(model.model_dump()), train=run.train)
 
 

@@ -84,10 +84,8 @@ class SideEvaluations:
             log.info("training is over; waiting for %d evaluations", len(self.handles))
         for name in list(self.handles):
             patiently(partial(self._take, name))
-        folder, keep = (
-            Storage(self.spec.out).join("checkpoints"),
-            Keep.of_run(TrainConfig.model_validate(self.spec.train)),
-        )
+        folder = Storage(self.spec.out).join("checkpoints")
+        keep = Keep.of_run(TrainConfig.model_validate(self.spec.train))
         patiently(lambda: checkpoint.drop(folder, keep))
 
     def start(self, name: str) -> Any:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 DOCUMENTS = 6
 """Packed documents of every batch, as far as the host is told."""
+
+ASKING = tuple(str(Path(str(spec.origin)).parent) for spec in map(find_spec, ("lt2", "fla")) if spec is not None)
+"""Whose functions are told to wait: ours and fla's."""
 
 launched: Counter[str] = Counter()
 waits: Counter[str] = Counter()
@@ -169,6 +173,5 @@ def _answer_what_waits() -> None:
 
 def _who() -> str:
     """The function of ours, or of fla's, that asked."""
-    frames = [frame for frame in traceback.extract_stack() if "/lt2/" in frame.filename or "/fla/" in frame.filename]
-    frames = [frame for frame in frames if "/tests/" not in frame.filename]
+    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ASKING)]
     return f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "?"

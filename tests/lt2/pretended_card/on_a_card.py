@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import card  # pyright: ignore[reportMissingImports]  beside this file
+from tests.lt2.pretended_card import card
 
 card.install()
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.lt2.pretended_card.card import library
+
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("clang++") or ""
 
@@ -25,17 +27,11 @@ pytestmark = [
 
 
 def test_training_and_decoding(tmp_path):
-    sys.path.insert(0, str(HERE))
-    try:
-        from card import library  # pyright: ignore[reportMissingImports]  beside this file
-    finally:
-        sys.path.remove(str(HERE))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {
         "OMP_NUM_THREADS": "1",
         "LD_PRELOAD": str(library(tmp_path, COMPILER)),
         "LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib"),
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "on_a_card.py")]
     run = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)

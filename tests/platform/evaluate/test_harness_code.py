@@ -53,7 +53,7 @@ def test_answers_of_other_code_of_ours_are_computed_anew(tmp_path, calls, fresh,
     file.write_text("scale = 2\n")
     fresh()
     assert calls(checkpoint) == first
-    monkeypatch.setattr(code, "_version", lambda package: "another")
+    monkeypatch.setattr(code, "version_of", lambda package: "another")
     fresh()
     assert calls(checkpoint) == first
 

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from botocore.exceptions import ClientError
-
 from lt2.config import ConfigError, load_source
 from lt2_platform.fence import FENCE, OvertakenError
+from lt2_platform.storage_errors import http_status
 from lt2_platform.train.stopping import StopRequest
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
@@ -188,8 +187,8 @@ def _is_mistake(error: BaseException) -> bool:
 def _is_infrastructure(error: BaseException) -> bool:
     if isinstance(error, ConnectionError):
         return True
-    if isinstance(error, ClientError):  # an answer of S3: from 500 on it says that the trouble is its own
-        return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500
+    if (status := http_status(error)) is not None:  # of S3: from 500 on it says that the trouble is its own
+        return status >= 500
     # The module too: torch has an OutOfMemoryError of its own, which a retry does not cure.
     of_platform = type(error).__module__.partition(".")[0] in ("ray", "botocore")
     return of_platform and type(error).__name__ in INFRASTRUCTURE_ERRORS

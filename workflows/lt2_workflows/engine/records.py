@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
+from lt2_platform.source_files import is_inside, python_sources
 from lt2_platform.step_records import ORPHAN_GRACE_S, attempt_state, is_stale, this_process
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.record_files import UnreadableRecordError, read_record
 from lt2_workflows.graph import Step, Workflow
-from lt2_workflows.source_files import is_inside, python_sources
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage

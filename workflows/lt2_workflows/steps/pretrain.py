@@ -72,7 +72,7 @@ class PretrainStep(StepConfig):
 
     @model_validator(mode="after")
     def _check(self) -> PretrainStep:
-        check_recompute(self.model, self.train)
+        check_recompute(self.model, self.train.recompute)
         check_workers(self.train, self.resources.num_workers, self.resources.min_workers)
         return self
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from functools import cache
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import lt2
 from lt2.config import ModelConfig
+from lt2_platform.packages import version_of
+from lt2_platform.source_files import python_sources
 
 _PLATFORM = Path(__file__).parents[2]
 ROOTS = (Path(lt2.__file__).parent, _PLATFORM / "evaluate", _PLATFORM / "data" / "tokenize.py")
@@ -22,35 +21,16 @@ PACKAGES = ("torch", "triton", "flash-linear-attention", "flash-attn", "transfor
 
 def code_sha256(model: ModelConfig | None = None) -> str:
     """Of our code, of the versions of the packages that compute, and of the user's own files that `model` names."""
-    own = [] if model is None else sorted({*_own_files(json.loads(model.model_dump_json()))})
+    own = [] if model is None else sorted({*python_sources(model.model_dump(mode="json"))})
     files = [hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest() for path in own]
     return hashlib.sha256(json.dumps([_ours(), files]).encode()).hexdigest()
 
 
 @cache
 def _ours() -> str:
-    digest = hashlib.sha256(json.dumps([(name, _version(name)) for name in PACKAGES]).encode())
+    digest = hashlib.sha256(json.dumps([(name, version_of(name)) for name in PACKAGES]).encode())
     for root in ROOTS:
         for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
             digest.update(f"\0{path.relative_to(root.parent).as_posix()}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _own_files(config: Any) -> Iterator[str]:
-    """The `source` of every mixer and layout in a config's JSON."""
-    if isinstance(config, list):
-        for item in config:
-            yield from _own_files(item)
-    if isinstance(config, dict):
-        if config.get("source"):
-            yield config["source"]
-        for item in config.values():
-            yield from _own_files(item)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
