@@ -196,7 +196,7 @@ def test_a_job_outlives_its_client_and_cancelling_frees_everything(client):
 def test_cancelling_lets_training_save(client):
     command = client.command("submit", "mine.py:training", "--storage", str(client.root), "--no-follow")
     data = write_dataset(client.folder / "data")
-    submitted = client.run([*command, "--set", f"train.data={data}"])
+    submitted = client.run([*command, "--set", f"train.data={data}", "--set", "train.resources.data_reader=direct"])
     assert submitted.returncode == 0, submitted.stderr
     wait_until(lambda: list(client.root.glob("steps/train-*/out/progress.json")), "training", 200)
     stopped = client.run(client.command("cancel", "training"))

@@ -1,9 +1,9 @@
 """A Hopper card through which only shapes, dtypes and devices pass: tensors are fake ones on "cuda", Triton kernels
-are noted instead of launched, and whoever waits for the device is found out.
+are noted instead of launched, ours are compiled for it, and whoever waits for the device is found out.
 
-What it shows of code for CUDA without one: nothing is made on the wrong device, fla and torch take our arguments, and
-the host never waits where it should run ahead (a copy of a Python number to the card raises). Nothing about values,
-speed, or whether a kernel compiles.
+What it shows of code for CUDA without one: nothing is made on the wrong device, fla and torch take our arguments, our
+kernels compile as they are called and fit the card's shared memory, and the host never waits where it should run ahead
+(a copy of a Python number to the card raises). Nothing about values or speed, or whether fla's kernels compile.
 
 `library()` has to be preloaded, for torch decides when it is loaded whether there is CUDA; then `install()`, before
 triton and fla are imported.
@@ -31,7 +31,12 @@ DOCUMENTS = 6
 ASKING = tuple(str(Path(str(spec.origin)).parent) for spec in map(find_spec, ("lt2", "fla")) if spec is not None)
 """Whose functions are told to wait: ours and fla's."""
 
+SHARED_MEMORY = 232_448
+"""Bytes of a block on Hopper, at most."""
+
 launched: Counter[str] = Counter()
+shared: dict[str, int] = {}
+"""Kernel of ours -> bytes of shared memory that it takes, the most of all ways it was called in."""
 waits: Counter[str] = Counter()
 
 
@@ -104,9 +109,9 @@ def _pretend_to_triton() -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
+    from triton.runtime.jit import JITFunction, MockTensor
 
-    hopper = {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32}
+    hopper = {"max_shared_mem": SHARED_MEMORY, "multiprocessor_count": 132, "warpSize": 32}
     driver: Any = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
@@ -115,6 +120,7 @@ def _pretend_to_triton() -> None:
         utils=SimpleNamespace(get_device_properties=lambda index: hopper),
     )
     triton.runtime.driver.set_active(driver)
+    compiling = JITFunction.run
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         given = {**dict(zip(self.arg_names, args)), **kwargs}
@@ -124,11 +130,18 @@ def _pretend_to_triton() -> None:
         size: Any = grid(given) if callable(grid) else grid
         assert all(int(n) > 0 for n in size), self.fn.__name__
         launched[self.fn.__name__] += 1
+        if self.module.startswith("lt2."):
+            types = {
+                name: MockTensor(value.dtype) if isinstance(value, Tensor) else value for name, value in given.items()
+            }
+            kernel = compiling(self, grid=grid, warmup=True, **types)
+            shared[self.fn.__name__] = max(shared.get(self.fn.__name__, 0), kernel.metadata.shared)
 
     def first_configuration(self: Any, *args: Any, **kwargs: Any) -> None:
         self.nargs = dict(zip(self.arg_names, args))
         self.fn.run(*args, **kwargs, **self.prune_configs(kwargs)[0].all_kwargs())
 
+    torch.library.wrap_triton = lambda kernel: kernel  # else no kernel of an operator is called on fake tensors
     JITFunction.run, Autotuner.run = launch, first_configuration  # type: ignore[method-assign,assignment]
 
 

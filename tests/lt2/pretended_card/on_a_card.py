@@ -40,10 +40,11 @@ HYBRID = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gd
 
 def looped(layout: Any, n_layers: int = 2, dtype: torch.dtype = torch.float32, **settings: Any) -> LoopedLM:
     sizes = {"vocab_size": V, "dim": 256, "n_layers": n_layers, "n_loops": 2, "num_heads": 2, "max_seq_len": L}
+    sizes |= settings
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda"):
-            return LoopedLM(ModelConfig(**sizes, layout=layout, **settings))
+            return LoopedLM(ModelConfig(**sizes, layout=layout))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -164,3 +165,34 @@ def test_layers_and_loops_share_what_is_compiled():
         assert counters["graph_break"]
         assert all("chunk_gated_delta_rule" in reason for reason in counters["graph_break"]), counters["graph_break"]
     assert frames[0] == frames[1]
+
+
+SIZES_13B = {"dim": 2048, "num_heads": 16, "max_seq_len": 32768}
+
+
+def test_our_kernels_compile_and_fit_a_block_at_the_papers_sizes():
+    """A layer of every mixer that has kernels of ours, with its defaults, decoding eight rows of up to 32k tokens and,
+    for selected attention, training."""
+    card.shared.clear()
+    names = ("full", "mla", "nsa", "dsa", "la", "retnet", "mamba2", "gla", "hgrn2", "deltanet", "gdn", "kda")
+    for mixer in ({"type": "full", "num_kv_heads": 4}, *({"type": name} for name in names)):
+        layout = {"type": "uniform", "mixer": mixer}
+        with card.running(), torch.no_grad():
+            model = looped(layout, 1, torch.bfloat16, **SIZES_13B).eval()
+            cache = model.init_cache(8, 32768)
+            DecodeStep(model, cache, record=False)(tokens(8)[:, 0])
+    with card.running():
+        model = looped({"type": "uniform", "mixer": {"type": "dsa", "warmup_steps": 0}}, 1, **SIZES_13B).train()
+        with torch.autocast("cuda", torch.bfloat16):
+            next_token_objective()(model, Batch(tokens=torch.zeros(1, 4097, dtype=torch.int64, device="cuda")))[
+                0
+            ].backward()
+    assert card.shared.keys() == {
+        "_partial",
+        "_combine",
+        "_step",
+        "_delta_decode",
+        "_forward_kernel",
+        "_backward_kernel",
+    }
+    assert max(card.shared.values()) <= card.SHARED_MEMORY, card.shared

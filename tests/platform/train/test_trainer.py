@@ -42,13 +42,14 @@ def config(**train) -> PretrainConfig:
 
 
 def run(root, settings=None, **options):
+    """Without Ray Data and its processes, unless the test is about all that can be lost."""
     return pretrain(
         settings or config(),
         data=str(root / "data"),
         out=str(root / "run"),
         run_id="run",
         storage_root=str(root),
-        **{"num_workers": 2} | options,
+        **{"num_workers": 2, "data_reader": "direct"} | options,
     )
 
 
@@ -119,7 +120,7 @@ def test_a_killed_worker_changes_nothing(tmp_path, on_ranks, local_ray):
         os.kill(killed[0], signal.SIGKILL)
 
     threading.Thread(target=kill_one, daemon=True).start()
-    summary = run(tmp_path, progress=seen.append)
+    summary = run(tmp_path, progress=seen.append, data_reader="ray")
     assert killed
     assert summary["step"] == STEPS
     assert_equal_runs(tmp_path, on_ranks)
@@ -198,7 +199,7 @@ from pathlib import Path
 import ray
 from tests.platform.train.test_trainer import LOCAL, run
 ray.init(_temp_dir=sys.argv[2], **LOCAL)
-run(Path(sys.argv[1]))
+run(Path(sys.argv[1]), data_reader="ray")
 """
 
 
@@ -220,7 +221,7 @@ def test_a_killed_driver_changes_nothing_even_with_another_number_of_workers(tmp
         time.sleep(0.1)
     assert not (tmp_path / "run/summary.json").exists()
     newest = checkpoint.read_info(checkpoint.resolve(str(tmp_path / "run"))).state.step
-    assert run(tmp_path, num_workers=1)["step"] == STEPS
+    assert run(tmp_path, num_workers=1, data_reader="ray")["step"] == STEPS
     resumed, reference = losses(tmp_path), losses(on_ranks)
     assert list(resumed) == list(reference)
     assert [resumed[s] for s in range(1, newest + 1)] == [reference[s] for s in range(1, newest + 1)]

@@ -36,7 +36,7 @@ def interrupted(root: Path, driver: subprocess.Popen, number: int) -> str:
 
 def test_running_trials_save_and_the_same_command_goes_on(tmp_path):
     data, root, gate = write_dataset(tmp_path / "data"), tmp_path / "storage", tmp_path / "gate"
-    sets = [f"pretrain.data={data}", "pretrain.train.checkpoint_every=1000"]
+    sets = [f"pretrain.data={data}", "pretrain.train.checkpoint_every=1000", "pretrain.resources.data_reader=direct"]
     sets += [f"pretrain.train.objective.{item}" for item in (f"gate={gate}", "hold=2", "hold_s=4")]
     grid = ["pretrain.train.lr=[0.01, 0.003]"]
     arguments = [RECIPE, *(part for item in sets for part in ("--set", item)), "--grid", *grid]
