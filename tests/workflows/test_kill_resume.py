@@ -1,4 +1,5 @@
-"""The quickstart's real prepare and pretrain, small: kill -9 of the driver or of a training worker changes no bit."""
+"""The quickstart's real prepare and pretrain, small: after kill -9 of the driver or of a training worker, every bit is
+what two plain ranks without Ray give."""
 
 from __future__ import annotations
 
@@ -15,8 +16,12 @@ import torch
 
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_platform.train import worker
 from lt2_platform.train.checkpoints.checkpoint import load_model
+from lt2_platform.train.config import PretrainConfig
+from lt2_platform.train.run_folder import open_run
 from lt2_workflows.loading import load_workflow
+from tests.ranks import run_ranks
 from tests.workflows.conftest import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -88,8 +93,22 @@ def prepared(tmp_path_factory):
 def undisturbed(prepared):
     root = prepared.with_name("undisturbed")
     shutil.copytree(prepared, root)
-    finish(start(root, "pretrain"))
+    run_ranks(rank_run, 2, str(root), timeout_s=400)
     return root
+
+
+def rank_run(root):
+    workflow, folder = load_workflow("quickstart", OVERRIDES), pretrain_folder(Path(root))
+    step = workflow.configs["pretrain"]
+    spec = open_run(
+        PretrainConfig(model=step.model, train=step.train),
+        data=f"{root}/{workflow.steps['prepare'].folder}/out",
+        out=f"{folder}/out",
+        run_id=folder.name,
+        storage_root=root,
+        num_workers=2,
+    )
+    worker.run(spec)
 
 
 def test_driver_killed_while_training(prepared, undisturbed, tmp_path):

@@ -1,10 +1,11 @@
-"""Pretraining through Ray Train: equal to the same worker on plain gloo ranks, whoever is killed."""
+"""Pretraining through Ray Train: equal to the same worker on plain gloo ranks, whoever is told to stop.
+
+With kills of workers and drivers: tests/workflows/test_kill_resume.py.
+"""
 
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ from lt2_platform.train.stopping import StopRequest
 from lt2_platform.train.trainer import PretrainConfig, pretrain
 from tests.platform.train.packed import MODEL, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run
-from tests.ranks import PATHS, ROOT, run_ranks
+from tests.ranks import run_ranks
 
 # The limits are for a machine shared with other test runs; alone this file takes about a minute.
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -42,7 +43,7 @@ def config(**train) -> PretrainConfig:
 
 
 def run(root, settings=None, **options):
-    """Without Ray Data and its processes, unless the test is about all that can be lost."""
+    """Without Ray Data, whose processes would be half of all; test_kill_resume.py has them."""
     return pretrain(
         settings or config(),
         data=str(root / "data"),
@@ -69,7 +70,7 @@ LOCAL = {
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
-    """The reference: two gloo ranks, no Ray, nobody killed."""
+    """The reference: two gloo ranks, no Ray, nobody told anything."""
     root = tmp_path_factory.mktemp("ranks")
     write_dataset(root / "data")
     run_ranks(rank_run, 2, str(root), timeout_s=400)
@@ -109,29 +110,6 @@ def workers_of(pid):
     return sorted(child for child, (_, is_worker) in parents.items() if is_worker and descends(child))
 
 
-def test_a_killed_worker_changes_nothing(tmp_path, on_ranks, local_ray):
-    write_dataset(tmp_path / "data")
-    killed, seen = [], []
-
-    def kill_one():
-        while not checkpoint.complete(str(tmp_path / "run/checkpoints")):
-            time.sleep(0.005)
-        killed.append(workers_of(os.getpid())[-1])
-        os.kill(killed[0], signal.SIGKILL)
-
-    threading.Thread(target=kill_one, daemon=True).start()
-    summary = run(tmp_path, progress=seen.append, data_reader="ray")
-    assert killed
-    assert summary["step"] == STEPS
-    assert_equal_runs(tmp_path, on_ranks)
-    writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
-    assert writers == {"0001", "0002"}  # one per attempt: the kill did hit a training worker
-    assert seen[-1]["step"] == STEPS
-    assert seen[-1].keys() == {"step", "steps", "loss", "tokens_per_s", "eta_s"}
-    again = run(tmp_path)  # a finished run answers at once, without workers
-    assert again == summary
-
-
 def slow_work(settings):
     """On a worker: the same, at 30 ms a step, so that a signal finds it training on the fastest machine."""
     from_numpy = worker.Batch.from_numpy
@@ -147,7 +125,7 @@ def slow_work(settings):
 def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, local_ray, monkeypatch):
     monkeypatch.setattr(trainer, "_work", slow_work)
     write_dataset(tmp_path / "data")
-    told = []
+    told, seen = [], []
 
     def tell_one():
         while not checkpoint.complete(str(tmp_path / "run/checkpoints")):
@@ -157,7 +135,8 @@ def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, l
 
     threading.Thread(target=tell_one, daemon=True).start()
     handler = signal.getsignal(signal.SIGINT)
-    assert run(tmp_path, max_failures=0)["step"] == STEPS  # it is no failure
+    summary = run(tmp_path, max_failures=0, progress=seen.append)  # it is no failure
+    assert summary["step"] == STEPS
     assert signal.getsignal(signal.SIGINT) is handler  # Ray's own is gone with the run
     assert told
     (event,) = ResultsStore(Storage(str(tmp_path))).events("run")
@@ -166,6 +145,9 @@ def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, l
     writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
     assert writers == {"0001", "0002"}
     assert not Path("/proc", str(told[0])).exists()
+    assert seen[-1]["step"] == STEPS
+    assert seen[-1].keys() == {"step", "steps", "loss", "tokens_per_s", "eta_s"}
+    assert run(tmp_path) == summary  # a finished run answers at once, without workers
 
 
 def test_a_request_to_stop_saves_and_ends_the_run_and_the_same_call_goes_on(tmp_path, on_ranks, local_ray, monkeypatch):
@@ -191,43 +173,6 @@ def test_a_request_to_stop_saves_and_ends_the_run_and_the_same_call_goes_on(tmp_
     # An earlier request does not stop it.
     assert run(tmp_path, config(checkpoint_every=None), stop=StopRequest())["step"] == STEPS
     assert_equal_runs(tmp_path, on_ranks)
-
-
-DRIVER = """
-import sys
-from pathlib import Path
-import ray
-from tests.platform.train.test_trainer import LOCAL, run
-ray.init(_temp_dir=sys.argv[2], **LOCAL)
-run(Path(sys.argv[1]), data_reader="ray")
-"""
-
-
-def test_a_killed_driver_changes_nothing_even_with_another_number_of_workers(tmp_path, on_ranks, local_ray):
-    write_dataset(tmp_path / "data")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
-    command = [sys.executable, "-c", DRIVER, tmp_path, f"/tmp/lt2-driver-{os.getpid()}"]
-    driver = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not checkpoint.complete(str(tmp_path / "run/checkpoints")):
-            assert driver.poll() is None, "the driver ended by itself"
-            assert time.monotonic() < deadline, "no checkpoint after 120 s"
-            time.sleep(0.05)
-    finally:
-        driver.kill()
-        driver.wait()
-    while workers_of(driver.pid):
-        time.sleep(0.1)
-    assert not (tmp_path / "run/summary.json").exists()
-    newest = checkpoint.read_info(checkpoint.resolve(str(tmp_path / "run"))).state.step
-    assert run(tmp_path, num_workers=1, data_reader="ray")["step"] == STEPS
-    resumed, reference = losses(tmp_path), losses(on_ranks)
-    assert list(resumed) == list(reference)
-    assert [resumed[s] for s in range(1, newest + 1)] == [reference[s] for s in range(1, newest + 1)]
-    # Two ranks add in another order than one does, and training amplifies the last bit from step to step.
-    after = range(newest + 1, newest + 6)
-    assert [resumed[s] for s in after] == pytest.approx([reference[s] for s in after], rel=1e-4)
 
 
 def test_whoever_follows_progress_survives_a_store_that_is_away(tmp_path, monkeypatch):
