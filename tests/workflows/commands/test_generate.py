@@ -83,11 +83,21 @@ def test_a_model_is_asked_by_the_template_it_was_trained_on(tmp_path, trained_on
     assert bool(note) == bool(said)
 
 
+def test_the_systems_turn_comes_before_the_question(tmp_path):
+    net, tokenizer = model(seed=2), load_tokenizer("byte")
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\n"
+    (tokens,) = generate(net, [encode(tokenizer, text)], max_new_tokens=12, temperature=0.8, eos_id=tokenizer.eos_id)
+    result = invoke(chatting(tmp_path, net, "chatml"), "--device", "cpu", "--chat", "--system", "Be brief.")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == tokenizer.decode(tokens) + "\n"
+
+
 @pytest.mark.parametrize(
     ("trained_on", "options", "message"),
     [
         ([], ["--chat"], "was not trained on conversations, as far as its checkpoint says; --template chatml|llama3|"),
         (["chatml", "plain"], ["--chat"], "on several templates; choose --template chatml|plain"),
+        (["chatml"], ["--system", "Be brief."], "--system is said in conversations; add --chat, or --template NAME"),
         (["chatml"], ["--template", "qwen"], "--template qwen: choose one of chatml, llama3, plain"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from lt2_workflows.commands.evaluation import StorageOption
-from lt2_workflows.commands.models import find_checkpoint
+from lt2_workflows.commands.models import check_template, find_checkpoint
 
 if TYPE_CHECKING:
     from lt2_platform.data.sources.documents import Piece
@@ -24,6 +24,9 @@ def generate(
     template: Annotated[
         str | None, typer.Option(help="As --chat, by this one: chatml, llama3 or plain.", show_default=False)
     ] = None,
+    system: Annotated[
+        str, typer.Option(help="What the system's turn says, with --chat or --template.", show_default=False)
+    ] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
@@ -51,6 +54,8 @@ def generate(
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in ("cuda", "cpu") or (where == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"--device {where}: " + ("no GPU here" if where == "cuda" else "choose cuda or cpu"))
+    if system and not (chat or template):
+        raise ConfigError("--system is said in conversations; add --chat, or --template NAME")
     model, _, info = load_model(find_checkpoint(Storage(storage), checkpoint))
     template = chat_template(checkpoint, info.get("chat_templates", []), chat=chat, named=template)
     if where == "cuda":
@@ -62,7 +67,10 @@ def generate(
     if template is None:
         prompt, shown = encode(tokenizer, text), Shown(tokenizer, text)
     else:
-        prompt = [*encode(tokenizer, ""), *encode_documents(tokenizer, [question(template, text)])[0].tolist()]
+        prompt = [
+            *encode(tokenizer, ""),
+            *encode_documents(tokenizer, [question(template, text, system=system)])[0].tolist(),
+        ]
         shown = Shown(tokenizer, end=end_of_answer(template))
     begin = time.perf_counter()
     (tokens,) = continue_tokens(
@@ -95,9 +103,8 @@ def chat_template(checkpoint: str, known: list[str], *, chat: bool, named: str |
     from lt2_platform.data.sources.configs import Template
 
     choices = get_args(Template)
+    check_template(named)
     if named is not None:
-        if named not in choices:
-            raise ConfigError(f"--template {named}: choose one of {', '.join(choices)}")
         if named not in known:
             trained = f"on {', '.join(known)}" if known else "on no conversations, as far as its checkpoint says"
             typer.echo(f"{checkpoint} was not trained on {named} but {trained}", err=True)

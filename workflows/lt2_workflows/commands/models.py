@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -266,6 +266,15 @@ def find_checkpoint(storage: Storage, name: str) -> str:
         there = f"those in {storage.root}: {', '.join(known)}" if known else f"{storage.root} has none yet"
         raise ConfigError(f"no checkpoint, run or workflow {name!r}; {there}")
     return storage.join("steps", max(mine)[1], "out")
+
+
+def check_template(name: str | None) -> None:
+    """Raise ConfigError if --template names none of ours."""
+    from lt2.config import ConfigError
+    from lt2_platform.data.sources.configs import Template
+
+    if name is not None and name not in get_args(Template):
+        raise ConfigError(f"--template {name}: choose one of {', '.join(get_args(Template))}")
 
 
 def doubling(first: int, last: int) -> list[int]:

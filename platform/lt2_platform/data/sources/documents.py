@@ -7,7 +7,7 @@ document that is more than text, a Fault for a row that cannot be used, or None 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -137,17 +137,29 @@ def _is_unterminated(text: str) -> bool:
     return any(text.count(begin) > text.count(end) for begin, end in _THINKING)
 
 
-def question(template: str, text: str) -> tuple[Piece, ...]:
-    """A conversation up to where the assistant answers `text`: what a model that learned from them goes on from."""
-    before, _ = _frame(template, "assistant", given=True, written=True)
-    return (*_turn(template, "user", text, given=True, written=True), *before)
+def question(template: str, text: str, *, system: str = "") -> tuple[Piece, ...]:
+    """A conversation up to where the assistant answers `text`; `system` is said before, if it is anything."""
+    turns = [("system", system)] if system else []
+    return up_to_answer(template, [*turns, ("user", text)])
+
+
+def up_to_answer(template: str, turns: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
+    """Turns (role, text) up to where the assistant speaks next: what a model that learned from them goes on from."""
+    pieces = [piece for role, text in turns for piece in _turn(template, role, text, given=True, written=True)]
+    before, _ = turn_frame(template, "assistant")
+    return (*pieces, *before)
 
 
 def end_of_answer(template: str) -> Piece:
     """What follows an answer: the marker that ends it, or the next turn's beginning where the template has none."""
-    _, after = _frame(template, "assistant", given=True, written=True)
-    before, _ = _frame(template, "user", given=True, written=True)
+    _, after = turn_frame(template, "assistant")
+    before, _ = turn_frame(template, "user")
     return after[0] if after[0].special else Piece(text_of((*after, *before)))
+
+
+def turn_frame(template: str, role: str) -> tuple[list[Piece], list[Piece]]:
+    """What a template writes before and after the text of a turn."""
+    return _frame(template, role, given=True, written=True)
 
 
 def _turn(template: str, role: str, text: str, *, given: bool, written: bool) -> list[Piece]:
