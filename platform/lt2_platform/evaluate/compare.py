@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, get_args
 
 import numpy as np
 
 from lt2.config import ConfigError
+from lt2_platform.data.sources.configs import Template
 from lt2_platform.evaluate.repeats import standing
 from lt2_platform.storage import Storage
 
 Item = tuple[int, str]  # number in its task, and the hash of the document
+Key = tuple[str, str]  # task and metric
+_ASKED_AS = re.compile(rf"\+({'|'.join(('chat', *get_args(Template)))})\b.*")  # what harness.chat.label adds to a task
 
 
 def compare(a: str, b: str) -> list[dict[str, Any]]:
@@ -21,7 +25,8 @@ def compare(a: str, b: str) -> list[dict[str, Any]]:
 
     a, b: folders (or URIs) of evaluations, with samples/*.jsonl somewhere below. The error is of the mean of paired
     differences; the p-value is two-sided: exact for right/wrong metrics (McNemar: of the items only one got right, half
-    by chance), else from the normal distribution.
+    by chance), else from the normal distribution. A task that the two were asked in different ways only (gsm8k and
+    gsm8k+chat) is compared all the same, and its note says so.
 
     Raises:
         ConfigError: a folder without samples, several depths in both, or no task in common.
@@ -30,10 +35,23 @@ def compare(a: str, b: str) -> list[dict[str, Any]]:
     rows = []
     for key in sorted(left.keys() & right.keys()):
         rows.append({"task": key[0], "metric": key[1], **paired(left[key], right[key])})
+    for one, other in asked_differently(left, right):
+        row = paired(left[one], right[other])
+        note = "; ".join(part for part in (f"asked differently: b as {other[0]}", row["note"]) if part)
+        rows.append({"task": one[0], "metric": one[1], **row, "note": note})
     if not rows:
         tasks = [", ".join(sorted({task for task, _ in found})) for found in (left, right)]
         raise ConfigError(f"nothing to compare: {a} has {tasks[0]}; {b} has {tasks[1]}")
     return rows
+
+
+def asked_differently(left: Collection[Key], right: Collection[Key]) -> list[tuple[Key, Key]]:
+    """Keys of a task and metric that both sides have, but each in one way only, and not the same."""
+    plain = lambda key: (_ASKED_AS.sub("", key[0]), key[1])  # noqa: E731
+    ways = [{name: [key for key in side if plain(key) == name] for name in map(plain, side)} for side in (left, right)]
+    common = sorted(ways[0].keys() & ways[1].keys())
+    only = [(ways[0][name], ways[1][name]) for name in common if len(ways[0][name]) == len(ways[1][name]) == 1]
+    return [(a, b) for (a,), (b,) in only if a != b]
 
 
 def paired(a: dict[Item, float], b: dict[Item, float]) -> dict[str, Any]:
@@ -73,7 +91,7 @@ def sign_test(fewer: int, n: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-def scores(folder: str) -> dict[tuple[str, str], dict[Item, float]]:
+def scores(folder: str) -> dict[Key, dict[Item, float]]:
     """(task, metric) -> item -> score, of the samples below a folder; see `standing` for tasks evaluated repeatedly."""
     storage = Storage(folder)
     paths = storage.glob("**/samples/*.jsonl")
@@ -85,7 +103,7 @@ def scores(folder: str) -> dict[tuple[str, str], dict[Item, float]]:
             f"{folder} holds several depths ({', '.join(sorted(depths))}); name the folder of one of them, such as "
             f"{storage.join(depths[min(depths)])}"
         )
-    found: dict[tuple[str, str], dict[Item, float]] = {}
+    found: dict[Key, dict[Item, float]] = {}
     for path in standing_files(storage, paths):
         for line in read_lines(storage, path):
             for metric, value in line["scores"].items():

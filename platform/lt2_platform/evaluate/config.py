@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from lt2.config import Config, Layout, ModelConfig
 from lt2.extension import Extension
+from lt2_platform.data.sources.configs import Template
 
 HeldOut = Literal["all", "selection", "report"]
 """Of the held-out rows: all, the half by which distillation chooses layers, or the half that no choice has seen."""
@@ -68,6 +69,10 @@ class HarnessConfig(TaskConfig):
     `num_fewshot` examples (default: as many as the task's definition says) come from the pack's training split, drawn
     with `seed`, unless the definition has its own. An empty `pack` is that of the evaluate step. `max_length` is the
     window in tokens (default: the model's own, or the length that needles and RULER's prompts were made for).
+
+    `chat` asks each item as a conversation: true by the template of the model's training (a Hugging Face folder's own),
+    a name by that one. Examples are then turns of their own, unless `multiturn` is false, and `system` is what the
+    system's turn says, before the task's own description.
     """
 
     module: ClassVar[str] = "lt2_platform.evaluate.harness.run:harness_rows"
@@ -81,6 +86,16 @@ class HarnessConfig(TaskConfig):
     batch_size: int = Field(default=16, ge=1)
     max_length: int | None = Field(default=None, ge=2)
     cpus_per_actor: int = Field(default=1, ge=1)
+    chat: Literal[False, True, Template] = False
+    multiturn: bool = True
+    system: str = ""
+
+    @model_validator(mode="after")
+    def _speaks_in_chat_only(self) -> HarnessConfig:
+        if not self.chat and (self.system or not self.multiturn):
+            field = "system" if self.system else "multiturn"
+            raise ValueError(f"{field} is of conversations; set chat too (true, or a template's name)")
+        return self
 
     @model_validator(mode="after")
     def _names_tasks(self) -> HarnessConfig:

@@ -179,8 +179,8 @@ def cost(config: ModelConfig, loops: Mapping[int, int], positions: float) -> dic
 
 
 def depth_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per task and metric and depth: score beside mean loops, forward FLOPs per token, and any votes."""
+    """One row per task, metric and depth: score beside mean loops, forward FLOPs per token, any votes and template."""
     kept = ("task", "metric", "n_loops", "early_exit", "mean_loops", "flops_per_token", "value", "stderr", "n")
     order = sorted(rows, key=lambda r: (r["task"], r["metric"], r["early_exit"], r["n_loops"]))
-    voted = lambda row: {"votes": row["votes"]} if row.get("votes") else {}  # noqa: E731
-    return [{key: row.get(key) for key in kept} | voted(row) for row in order]
+    more = lambda row: {key: row[key] for key in ("votes", "chat") if row.get(key)}  # noqa: E731
+    return [{key: row.get(key) for key in kept} | more(row) for row in order]

@@ -1,5 +1,8 @@
 """Models of transformers through our harness: the same numbers as lm-eval's own HFLM gives."""
 
+import hashlib
+import json
+
 import pyarrow as pa
 import pytest
 import tokenizers
@@ -13,6 +16,7 @@ from lt2_platform.data.tokenize import ByteTokenizer, describe, load_tokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_anything
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.chat import chat_of
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.lm import HarnessLM
 from lt2_platform.evaluate.harness.long_context import needles
@@ -37,10 +41,10 @@ def byte_level(*, bos):
     return inner
 
 
-def save_folder(folder, *, bos):
-    """A tiny Llama with a byte-level tokenizer that begins texts with BOS or does not."""
+def save_folder(folder, *, bos, **more):
+    """A tiny Llama with a byte-level tokenizer that begins texts with BOS or does not; `more` is the tokenizer's."""
     inner = byte_level(bos=bos)
-    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", **more).save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(
@@ -61,7 +65,10 @@ def both(folder, out, *, max_length=512):
         pretrained=loaded.scorer.model, tokenizer=loaded.tokenizer._tokenizer, batch_size=1, max_length=max_length
     )
     dispatcher = Dispatcher(source, str(out), scorer=loaded.scorer)
-    return HarnessLM(dispatcher, loaded.tokenizer, max_length=max_length, batch_size=3), theirs
+    chat = None
+    if loaded.tokenizer.chat_template is not None:
+        chat = chat_of(HarnessConfig(tasks=("any",), chat=True), source, loaded.tokenizer)
+    return HarnessLM(dispatcher, loaded.tokenizer, max_length=max_length, batch_size=3, chat=chat), theirs
 
 
 def asked(kind, *arguments):
@@ -78,6 +85,66 @@ def test_loglikelihoods_and_generation_agree_with_hflm(tmp_path, bos):
     options = {"until": ["\n"], "max_gen_toks": 10, "do_sample": False}
     requests = asked("generate_until", *((context, options) for context, _ in TEXTS))
     assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
+
+
+TURNS = (
+    "{{ FIRST }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.mark.parametrize("bos", [True, False], ids=["bos", "no-bos"])
+@pytest.mark.parametrize("first", ["bos_token", "''"])
+def test_conversations_by_a_folders_own_template_agree_with_hflm(tmp_path, bos, first):
+    folder = save_folder(tmp_path / "model", bos=bos, chat_template=TURNS.replace("FIRST", first))
+    ours, theirs = both(folder, tmp_path / "out")
+    turns = [("system", "Brief."), ("user", "Who?"), ("assistant", "Ann."), ("user", "And?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    context = ours.apply_chat_template(messages)
+    assert context == theirs.apply_chat_template(messages)
+    assert context.endswith("[user] And?\n[assistant] ")
+    begun = [*messages, {"role": "assistant", "content": "It was"}]
+    assert ours.apply_chat_template(begun, False) == theirs.apply_chat_template(begun, False)
+    assert ours.tok_encode(context).count(256) == (bos or first == "bos_token")
+    requests = asked(
+        "loglikelihood", (context, "Bob"), (context, " Bob"), (ours.apply_chat_template(begun, False), " Bo")
+    )
+    found, expected = ours.loglikelihood(requests), theirs.loglikelihood(requests, disable_tqdm=True)
+    assert [total for total, _ in found] == pytest.approx([total for total, _ in expected], abs=1e-4)
+    requests = asked("generate_until", (context, {"until": ["\n"], "max_gen_toks": 10, "do_sample": False}))
+    assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
+
+
+def test_an_answer_ends_where_a_folders_generation_config_says(tmp_path):
+    folder = save_folder(tmp_path / "model", bos=True, chat_template=TURNS.replace("FIRST", "bos_token"))
+    ours, _ = both(folder, tmp_path / "out")
+    context = ours.apply_chat_template([{"role": "user", "content": "Who?"}])
+    options = {"until": [], "max_gen_toks": 10, "do_sample": False}
+    (whole,) = ours.generate_until(asked("generate_until", (context, options)))
+    mark = next(letter for letter in whole[1:] if letter.isascii())
+    (end,) = ours.tok_encode(mark, add_special_tokens=False)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, end]}))
+    again, _ = both(folder, tmp_path / "again")
+    assert again.generate_until(asked("generate_until", (context, options))) == [whole.split(mark)[0]]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template .* name one"),
+        ("{{ raise_exception('no system role') }}", r"refuses turns of system, user \(no system role\); mend it"),
+        ({"a": TURNS, "b": TURNS}, "refuses turns of system, user .*no default"),
+    ],
+)
+def test_a_folder_that_cannot_be_asked_conversations(tmp_path, template, message):
+    folder = save_folder(tmp_path / "model", bos=True, chat_template=template)
+    pack = str(tmp_path / "pack")
+    packs.build(pack, write(tmp_path / "data", mine=choices()))
+    config = HarnessConfig(pack=pack, tasks=("mine",), chat=True, system="Brief.")
+    with pytest.raises(ConfigError, match=message):
+        evaluate_anything(folder, [config], out=str(tmp_path / "out"))
+    named = evaluate_anything(folder, [config.model_copy(update={"chat": "plain"})], out=str(tmp_path / "out"))
+    assert {row["task"] for row in named.rows} == {"mine+plain+system-" + hashlib.sha256(b"Brief.").hexdigest()[:6]}
 
 
 def test_rolling_agrees_where_hflm_scores_bos_once(tmp_path):

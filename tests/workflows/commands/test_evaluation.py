@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lt2.config import ConfigError
+from lt2_platform.data.tokenize import ByteTokenizer, describe
 from lt2_platform.evaluate.harness.suites import SUITES
 from lt2_platform.evaluate.paper.main_table import TASKS
 from lt2_platform.results.store import ResultsStore
@@ -46,6 +47,27 @@ def test_build_verify_evaluate_and_compare(tmp_path):
     assert record["versions"]["lm_eval"]
     compared = json.loads(lt2("compare", folders[-1], folders[-1], "--json"))
     assert {row["p_value"] for row in compared} == {1.0}
+
+
+def test_a_model_trained_on_conversations_is_asked_as_one(tmp_path):
+    pack, root = tmp_path / "pack", tmp_path / "storage"
+    lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", mine=choices()).items()))
+    record = {**describe(ByteTokenizer()), "file": None, "chat_templates": ["chatml"]}
+    save(root / "steps" / "one-12345678" / "out", model(), tokenizer=record)
+    options = ["eval", "one-12345678", "--pack", pack, "--suite", "tasks=mine", "--max-length", 300, "--storage", root]
+    plain = CliRunner().invoke(app, [str(option) for option in options])
+    assert "one-12345678 was trained on conversations; --chat asks it by their template" in plain.stderr
+    table = lt2(*options, "--chat", "--system", "Be brief.").splitlines()
+    assert table[0].split() == ["task", "metric", "value", "stderr", "n", "chat"]
+    assert table[2].split()[0] == "mine+chat+system-213c22"
+    assert table[2].split()[-1] == "chatml"
+    for wrong, message in (
+        (["--template", "qwen"], "--template qwen: choose one of chatml, llama3, plain"),
+        (["--system", "Be brief."], "--system is of conversations; add --chat, or --template NAME"),
+        (["--no-multiturn"], "--no-multiturn is of conversations; add --chat"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            lt2(*options, *wrong)
 
 
 def test_a_model_from_elsewhere_gets_a_run_of_its_own_once(tmp_path):

@@ -42,19 +42,35 @@ def evaluate(
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Window in tokens. [default: the model's, or a needle's]")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask as conversations, by the template of the model's training.")
+    ] = False,
+    template: Annotated[
+        str | None, typer.Option(help="As --chat, by this one: chatml, llama3 or plain.", show_default=False)
+    ] = None,
+    multiturn: Annotated[
+        bool, typer.Option(help="In conversations, examples are turns of their own or part of the question.")
+    ] = True,
+    system: Annotated[str, typer.Option(help="What the system's turn of conversations says.")] = "",
     actors: Annotated[int, typer.Option(min=0, help="Copies of the model on Ray; 0 stays in this process.")] = 0,
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Evaluate a model on a suite; what an interrupted evaluation has answered is not asked again."""
     from lt2_platform.evaluate.checkpoints import evaluate_anything
+    from lt2_platform.evaluate.harness.models import ModelSource
     from lt2_platform.evaluate.tasks import depth_table
     from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
+    from lt2_workflows.commands.models import check_template
     from lt2_workflows.console import Console, table
     from lt2_workflows.engine.local_ray import join_ray, leave_ray
     from lt2_workflows.provenance import run_of_outside
 
+    check_template(template)
+    if not (chat or template) and (system or not multiturn):
+        option = "--system" if system else "--no-multiturn"
+        raise config_error(f"{option} is of conversations; add --chat, or --template NAME")
     root = Storage(storage)
     place, run = located(root, checkpoint)
     root.check_writable()
@@ -69,7 +85,12 @@ def evaluate(
         num_fewshot=num_fewshot,
         batch_size=batch_size,
         max_length=max_length,
+        chat=template or chat,
+        multiturn=multiturn,
+        system=system,
     )
+    if not config.chat and not place.endswith(".gguf") and ModelSource(place).chat_templates():
+        typer.echo(f"{checkpoint} was trained on conversations; --chat asks it by their template", err=True)
     identity = hashlib.sha256(json.dumps([config.model_dump(mode="json"), place], sort_keys=True).encode()).hexdigest()
     out = root.join("evals", run, identity[:12])
     if actors:
@@ -89,7 +110,8 @@ def evaluate(
         typer.echo(json.dumps(found.rows, indent=2))
         return
     shown = depth_table(found.rows)
-    columns = ["task", "metric", "value", "stderr", "n"] + ["votes"] * any("votes" in row for row in shown)
+    columns = ["task", "metric", "value", "stderr", "n"]
+    columns += [key for key in ("votes", "chat") if any(key in row for row in shown)]
     typer.echo(table(shown, columns + ["n_loops", "early_exit", "mean_loops", "flops_per_token"] * bool(depths)))
     typer.echo(f"stored as {run} in {root.root}; items and answers in {out}")
 

@@ -67,7 +67,7 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
             parts.append(task.type)
             continue
         pack = task.pack or (f"step {config.pack.step}" if isinstance(config.pack, Ref) else config.pack or "no pack")
-        packs.setdefault(pack, []).append(task.suite or ", ".join(task.tasks))
+        packs.setdefault(pack, []).append((task.suite or ", ".join(task.tasks)) + " as conversations" * bool(task.chat))
     return "; ".join([*parts, *(f"{', '.join(asked)} from {pack}" for pack, asked in packs.items())])
 
 

@@ -17,6 +17,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.chat import Chat, framing
 from lt2_platform.evaluate.harness.recall import WINDOW, cut_to_window, document_and_prompt
 from lt2_platform.evaluate.harness.suites import COLUMNS, FORMATS, UPSTREAM
 from lt2_platform.storage import Storage
@@ -27,16 +28,20 @@ class Definition:
     """An lm-eval task on its data, and the sha256 of both.
 
     `length` is how many tokens its prompts and their continuations were made to fill; None where rows name no length.
+    `shots` is how many examples are asked before each item.
     """
 
     task: Any
     split: str
     sha256: str
     length: int | None = None
+    shots: int = 0
 
 
-def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenizer: Tokenizer) -> Definition:
-    """The lm-eval task of a pack's record, its data read and checked.
+def define(
+    name: str, record: Mapping[str, Any], config: HarnessConfig, tokenizer: Tokenizer, chat: Chat | None = None
+) -> Definition:
+    """The lm-eval task of a pack's record, its data read and checked; `chat` is how its items will be asked.
 
     Raises:
         ConfigError: few-shot examples are wanted and there are none, data is damaged, or a package is missing.
@@ -60,8 +65,9 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
         )
     used = [split] + (["train"] if shots and not fixed else [])
     data = {part: datasets.Dataset(packs.read_split(storage, name, record, part)) for part in used}
+    window = WINDOW - framing(config, chat, tokenizer)
     if record["format"] == "cloze":
-        data = {part: cut_cloze(rows, tokenizer) for part, rows in data.items()}
+        data = {part: cut_cloze(rows, tokenizer, window) for part, rows in data.items()}
     if "max_new_tokens" in data[split].column_names:
         settings["generation_kwargs"] = settings["generation_kwargs"] | {
             "max_gen_toks": data[split][0]["max_new_tokens"]
@@ -80,17 +86,18 @@ def define(name: str, record: Mapping[str, Any], config: HarnessConfig, tokenize
         "num_fewshot": shots,
     }
     digests = [record["splits"][part]["sha256"] for part in used]
-    identity = json.dumps([texts, digests, split, shots, config.seed, config.limit])
+    asked = [] if chat is None else [chat.identity, config.multiturn, config.system]
+    identity = json.dumps([texts, digests, split, shots, config.seed, config.limit, *asked])
     sha256 = hashlib.sha256(identity.encode()).hexdigest()
     task = ConfigurableTask(config=settings) if own is None else of_class(own, data, settings)
     if fixed and shots > (have := len(list(task.fewshot_docs()))):
         raise ConfigError(f"{shots} examples are wanted for {name}, whose definition has {have}")
-    if record["format"] == "upstream" and (window := UPSTREAM[name].window):
+    if record["format"] == "upstream" and UPSTREAM[name].window:
         cut_documents(task, tokenizer, window)
     if examples and "subject" in data[split].column_names:
         examples_of_subject(name, task, data, split, shots)
     sized = "max_length" in COLUMNS.get(record["format"], ())
-    return Definition(task, split, sha256, max(data[split]["max_length"]) if sized else None)
+    return Definition(task, split, sha256, max(data[split]["max_length"]) if sized else None, shots)
 
 
 def examples_of_subject(name: str, task: Any, data: Mapping[str, Any], split: str, shots: int) -> None:
@@ -112,8 +119,8 @@ def examples_of_subject(name: str, task: Any, data: Mapping[str, Any], split: st
     task.fewshot_context = fewshot_context
 
 
-def cut_cloze(rows: Any, tokenizer: Tokenizer) -> Any:
-    cut = [cut_to_window(row["context"], row["prompt"], row["answers"], tokenizer, WINDOW) for row in rows]
+def cut_cloze(rows: Any, tokenizer: Tokenizer, window: int) -> Any:
+    cut = [cut_to_window(row["context"], row["prompt"], row["answers"], tokenizer, window) for row in rows]
     return rows.add_column("query", cut)
 
 

@@ -26,13 +26,14 @@ from lt2_platform.storage import Storage
 
 @dataclass(frozen=True)
 class Work:
-    """One batch: pairs to score, or prompts to continue until one of the strings `until` appears."""
+    """One batch: pairs to score, or prompts to continue until one of the strings `until` or `stop_ids` appears."""
 
     kind: Literal["loglikelihood", "generate"]
     pairs: tuple[Pair, ...] = ()
     prompts: tuple[tuple[int, ...], ...] = ()
     max_new_tokens: int = 0
     until: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
     def key(self, model: str) -> str:
         """Name of its answer by the model, and the code, with this identity."""
@@ -69,9 +70,10 @@ def answer(scorer: Scorer, tokenizer: Tokenizer, work: Work) -> dict[str, Any]:
         scored = scorer.loglikelihoods(work.pairs)
         results = [list(result) for result in scored.results]
     else:
-        stop = lambda ids: any(text in tokenizer.decode(ids) for text in work.until)  # noqa: E731
+        stop = lambda ids: ids[-1] in work.stop_ids or any(text in tokenizer.decode(ids) for text in work.until)  # noqa: E731
         scored = scorer.continuations(work.prompts, work.max_new_tokens, stop)
-        results = [cut(tokenizer.decode(ids), work.until) for ids in scored.results]
+        said = [ids[:-1] if ids and ids[-1] in work.stop_ids else ids for ids in scored.results]
+        results = [cut(tokenizer.decode(ids), work.until) for ids in said]
     return {"results": results, "loops": {str(n): c for n, c in scored.loops.items()}, "positions": scored.positions}
 
 

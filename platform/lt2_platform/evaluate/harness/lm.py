@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -12,6 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.evaluate.harness.chat import Chat, Conversation
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work, batched
 from lt2_platform.evaluate.harness.scoring import Pair
 from lt2_platform.evaluate.harness.votes import Voted
@@ -30,6 +31,8 @@ class HarnessLM(TemplateLM):
     - "empty_continuation": the continuation has no token of its own (it merges into the context's last); scored -inf;
     - "continuation_too_long": it alone exceeds the model's window; scored -inf;
     - "context_cut": context and continuation exceed the window, the context lost its beginning.
+
+    With `chat`, contexts are conversations, and answers end where the template ends the assistant's turn.
     """
 
     def __init__(
@@ -40,10 +43,12 @@ class HarnessLM(TemplateLM):
         max_length: int,
         batch_size: int,
         progress: Callable[[dict[str, Any]], None] = lambda values: None,
+        chat: Chat | None = None,
     ):
         super().__init__()
         self.dispatcher, self.text_tokenizer = dispatcher, tokenizer
         self.max_length, self.batch_size, self.progress = max_length, batch_size, progress
+        self.chat = chat
         self.problems: Counter[str] = Counter()
 
     @property
@@ -59,16 +64,28 @@ class HarnessLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return f"{self.text_tokenizer.name}-{self.text_tokenizer.sha256[:16]}"
 
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """What lm-eval asks instead of plain text when it is told to ask conversations."""
+        if self.chat is None:
+            raise ValueError("there is no chat template to render a conversation by")
+        return self.chat.render(chat_history, add_generation_prompt=add_generation_prompt)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of `string`; BOS first unless add_special_tokens is False."""
+        """Ids of `string`; BOS first unless it is there (a folder's chat template wrote it) or add_special_tokens is
+        False."""
+        if isinstance(string, Conversation):
+            return [*string.begun, *self.tok_encode(string.said, add_special_tokens=False)]
         ids = self.text_tokenizer.encode_batch([string])[0].tolist()
         bos = self.text_tokenizer.bos_id
-        return ids if bos is None or add_special_tokens is False else [bos, *ids]
+        return ids if bos is None or add_special_tokens is False or ids[:1] == [bos] else [bos, *ids]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         encoded = []
         for context, continuation in (request.args for request in requests):
-            if context.strip():
+            if isinstance(context, Conversation):  # its end is a piece's end: no space moves to the continuation
+                before, whole = self.tok_encode(context), self.tok_encode(context.going_on(continuation))
+                pair = before, whole[len(before) :]
+            elif context.strip():
                 pair = self._encode_pair(context, continuation)
             else:  # spaces at a context's end belong to the continuation
                 pair = [self.prefix_token_id], self.tok_encode(context + continuation, add_special_tokens=False)
@@ -119,6 +136,8 @@ class HarnessLM(TemplateLM):
         asked = []
         for context, options in (request.args for request in requests):
             settings = generation_settings(options)
+            if self.chat is not None:
+                settings = settings[0], (*settings[1], *self.chat.until)
             prompt = self.tok_encode(context) or [self.prefix_token_id]
             room = self.max_length - settings[0]
             if room < 1:
@@ -130,8 +149,9 @@ class HarnessLM(TemplateLM):
                 self.problem("context_cut", context)
             asked.append((settings, tuple(prompt[-room:])))
             groups.setdefault(settings, []).append(asked[-1][1])
+        stop_ids = () if self.chat is None else self.chat.stop_ids
         works = [
-            Work("generate", prompts=batch, max_new_tokens=tokens, until=until)
+            Work("generate", prompts=batch, max_new_tokens=tokens, until=until, stop_ids=stop_ids)
             for (tokens, until), prompts in sorted(groups.items())
             for batch in batched(prompts, self.batch_size, len)
         ]

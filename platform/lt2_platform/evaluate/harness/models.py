@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +87,16 @@ class ModelSource:
         file = read_info(uri).tokenizer.get("file")
         return load_tokenizer(Storage(uri).join(file) if file else "byte")
 
+    def chat_templates(self) -> list[str]:
+        """Those of ours that the model was trained on, as far as its checkpoint says; of a folder none are known."""
+        return [] if self.is_transformers else read_info(resolve(self.place)).tokenizer.get("chat_templates", [])
+
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens at which an HF folder's generation_config.json says that an answer ends."""
+        path = Path(self.place) / "generation_config.json"
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -149,6 +159,20 @@ class FolderTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    @property
+    def chat_template(self) -> Any:
+        """The folder's own, in Jinja; by name where it has several; None if it has none."""
+        return self._tokenizer.chat_template
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """A conversation as text, by the folder's template; else going on in its last message."""
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
 
 
 def _sha256(path: Path) -> str:

@@ -12,6 +12,7 @@ from lt2.config import ConfigError, ModelConfig, RandomLayout
 from lt2.model import LoopedLM
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.chat import chat_of, framing, label
 from lt2_platform.evaluate.harness.definitions import Definition, define
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Tally
 from lt2_platform.evaluate.harness.models import ModelSource
@@ -67,7 +68,8 @@ def evaluate(
     interrupted evaluation finds again. What a looped model spent is in the rows, each task's own. `scorer` answers here
     when `actors` is 0, and says the window's length in any case, except that a looped model reads needles and RULER as
     long as they were made, if `config.max_length` is not given. One of random layout is evaluated by its draws' vote;
-    its rows say how many `votes`.
+    its rows say how many `votes`. What is asked as conversations is a task of another name, such as gsm8k+chat, and its
+    rows say by which `chat` template.
     """
     from lt2_platform.evaluate.harness.lm import HarnessLM
 
@@ -81,19 +83,21 @@ def evaluate(
                 f"pack {config.pack}: {name} was made for tokenizer {frozen['name']!r}, {source.place} has "
                 f"{tokenizer.name!r}; build {name} again with the model's tokenizer"
             )
+    chat = chat_of(config, source, tokenizer)
     votes = looped.layout.votes if looped is not None and isinstance(looped.layout, RandomLayout) else 1
     dispatcher = Dispatcher(source, out, actors=actors, scorer=scorer, cpus=config.cpus_per_actor, looped=looped)
     rows = []
     for name, record in records.items():
-        definition = define(name, record, config, tokenizer)
+        definition = define(name, record, config, tokenizer, chat)
         if votes > 1:
             decided_by_vote(definition.task, votes)
         say = lambda values, name=name: progress({"message": name, **values})  # noqa: E731
         window = scorer.max_length
         if looped is not None and config.max_length is None:
             # Nothing in a model of ours ends at its max_seq_len, and beyond it is where needles at 8k are looked for.
-            window = max(window, definition.length or 0)
-        lm = HarnessLM(dispatcher, tokenizer, max_length=window, batch_size=config.batch_size, progress=say)
+            made_for = 0 if definition.length is None else definition.length + framing(config, chat, tokenizer)
+            window = max(window, made_for)
+        lm = HarnessLM(dispatcher, tokenizer, max_length=window, batch_size=config.batch_size, progress=say, chat=chat)
         dispatcher.tally = Tally()
         found = run_task(lm, name, definition, config, out)
         spent = cost(looped, dispatcher.tally.loops, dispatcher.tally.positions) if looped is not None else {}
@@ -109,14 +113,23 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
 
     definition.task.set_fewshot_seed(config.seed)
     found: Any = evaluator.evaluate(
-        lm, {"tasks": {name: definition.task}}, limit=config.limit, bootstrap_iters=1000, log_samples=True
+        lm,
+        {"tasks": {name: definition.task}},
+        limit=config.limit,
+        bootstrap_iters=1000,
+        log_samples=True,
+        system_instruction=config.system or None,
+        apply_chat_template=lm.chat is not None,
+        fewshot_as_multiturn=lm.chat is not None and config.multiturn,
     )
+    called = label(name, config, lm.chat, shots=definition.shots)
     samples = [line for lines in found["samples"].values() for line in lines]
     items = [item_scores(sample) for sample in samples]
-    text = "".join(json.dumps({"task": name, **item}) + "\n" for item in items)
-    Storage(out).write_bytes(f"samples/{name}.jsonl", text.encode())
-    place = {"task": name, "split": definition.split, "task_sha256": definition.sha256}
+    text = "".join(json.dumps({"task": called, **item}) + "\n" for item in items)
+    Storage(out).write_bytes(f"samples/{called}.jsonl", text.encode())
+    place = {"task": called, "split": definition.split, "task_sha256": definition.sha256}
     place |= {"n": len({item["doc_id"] for item in items}), "limit": config.limit}
+    place |= {} if lm.chat is None else {"chat": lm.chat.name, "multiturn": config.multiturn, "system": config.system}
     scores = found["results"][name]
     rows = []
     for key, value in scores.items():
