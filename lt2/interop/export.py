@@ -40,6 +40,7 @@ def export_checkpoint(
     tokenizer: Any | None = None,
     bos_id: int | None = None,
     eos_id: int | None = None,
+    stop_ids: Sequence[int] = (),
     dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
     lengths: tuple[int, ...] = LENGTHS,
@@ -47,8 +48,9 @@ def export_checkpoint(
 ) -> list[Check]:
     """Write model to a new folder in the Hugging Face layout and certify it; returns the passed checks.
 
-    tokenizer: an object with save_pretrained, or the path of a tokenizer file or folder; a tokenizer.json alone is told
-    to begin texts with bos_id (`name_special_tokens`), all else is copied as it is.
+    tokenizer: an object with save_pretrained, or the path of a tokenizer file or folder; a tokenizer.json without a
+    tokenizer_config.json is told to begin texts with bos_id (`name_special_tokens`), all else is copied as it is.
+    stop_ids: tokens besides eos_id at which `generate()` ends, such as a chat template's end of turn.
     dtype: convert weights first (decays stay fp32); None keeps each parameter's own. device: where certification runs.
 
     Raises:
@@ -63,7 +65,7 @@ def export_checkpoint(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
         staged = Path(name) / "model"
-        write_model(model, staged, bos_id=bos_id, eos_id=eos_id, max_shard_size=max_shard_size)
+        write_model(model, staged, bos_id, eos_id, stop_ids, max_shard_size)
         if tokenizer is not None:
             write_tokenizer(tokenizer, staged)
             name_special_tokens(staged, bos_id=bos_id, eos_id=eos_id)
@@ -119,9 +121,14 @@ def converted(model: LoopedLM, dtype: torch.dtype) -> LoopedLM:
     return copied
 
 
-def write_model(model: LoopedLM, folder: Path, *, bos_id: int | None, eos_id: int | None, max_shard_size: str) -> None:
+def write_model(
+    model: LoopedLM, folder: Path, bos_id: int | None, eos_id: int | None, stop_ids: Sequence[int], max_shard_size: str
+) -> None:
     wrapped = LT2ForCausalLM.of(model, bos_token_id=bos_id, eos_token_id=eos_id)
-    wrapped.generation_config = GenerationConfig(bos_token_id=bos_id, eos_token_id=eos_id, pad_token_id=eos_id)
+    ends = list(dict.fromkeys([*([] if eos_id is None else [eos_id]), *stop_ids]))
+    wrapped.generation_config = GenerationConfig(
+        bos_token_id=bos_id, eos_token_id=ends if len(ends) > 1 else eos_id, pad_token_id=eos_id
+    )
     wrapped.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
@@ -141,20 +148,18 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def name_special_tokens(folder: Path, *, bos_id: int | None, eos_id: int | None) -> None:
-    """Have `AutoTokenizer` begin every text with BOS, as training and `lt2 generate` do, and know BOS and EOS.
+    """Have `AutoTokenizer` know BOS and EOS, and begin every text with BOS, as training and `lt2 generate` do.
 
-    Only for a tokenizer.json that came alone: a tokenizer_config.json says such things itself.
+    Only for a tokenizer.json that came without a tokenizer_config.json: that says such things itself.
     """
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if bos_id is None or config.exists() or not file.exists():
+    if (bos_id is None and eos_id is None) or config.exists() or not file.exists():
         return
     from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_file(str(file))
     bos, eos = (None if index is None else tokenizer.id_to_token(index) for index in (bos_id, eos_id))
-    if bos is None:
-        return
-    if tokenizer.encode("a").ids[:1] != [bos_id]:
+    if bos is not None and tokenizer.encode("a").ids[:1] != [bos_id]:
         begin = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)])
         before = tokenizer.post_processor
         tokenizer.post_processor = begin if before is None else processors.Sequence([before, begin])

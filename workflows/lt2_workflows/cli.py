@@ -11,6 +11,7 @@ import typer
 
 from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, packs, records, sweeps
 from lt2_workflows.commands.evaluation import StorageOption
+from lt2_workflows.commands.export import export
 from lt2_workflows.commands.generate import generate
 from lt2_workflows.commands.overview import Overview
 
@@ -164,7 +165,7 @@ app.command()(records.report)
 app.command()(records.results)
 app.command()(generate)
 app.command("check-mixer")(models.check_mixer)
-app.command()(models.export)
+app.command()(export)
 app.command()(models.checkpoints)
 app.add_typer(models.bench, name="bench")
 app.command()(diagnosis.diagnose)

@@ -1,4 +1,4 @@
-"""Commands about models rather than workflows: check-mixer, export, checkpoints, bench mixers."""
+"""Commands about models rather than workflows: check-mixer, checkpoints, bench mixers."""
 
 from __future__ import annotations
 
@@ -33,50 +33,7 @@ def check_mixer(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def export(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
-    folder: Annotated[Path, typer.Argument(help="A new folder, in the Hugging Face layout.")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    storage: Annotated[str | None, typer.Option("--storage", metavar="ROOT")] = None,
-) -> None:
-    """Write a checkpoint for `from_pretrained`, with a certificate that the written model computes the same."""
-    import torch
-
-    from lt2.config import ConfigError
-    from lt2.interop.export import export_checkpoint
-    from lt2.layout import loops_text
-    from lt2_platform.data.tokenizer_json import write_tokenizer_json
-    from lt2_platform.storage import Storage
-    from lt2_platform.train.checkpoints.checkpoint import load_model
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype not in dtypes:
-        raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
-    place = find_checkpoint(Storage(storage), checkpoint)
-    _check_writable(folder)
-    model, _, tokenizer = load_model(place)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with tempfile.TemporaryDirectory() as scratch:
-        checks = export_checkpoint(
-            model,
-            folder,
-            tokenizer=write_tokenizer_json(tokenizer["file"], Path(scratch)) if tokenizer["file"] else None,
-            bos_id=tokenizer["bos_id"],
-            eos_id=tokenizer["eos_id"],
-            dtype=dtypes[dtype],
-            device=device,
-        )
-    inexact = [check for check in checks if check.tolerance > 0]  # what is merely copied must be the same bits
-    worst = max(inexact, key=lambda check: check.error / check.tolerance)
-    typer.echo(
-        f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at "
-        f"{loops_text(worst.n_loops)}, {worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
-    )
-    if tokenizer["file"] is None:
-        typer.echo("no tokenizer is written: this model's tokens are bytes, which transformers has no file for")
-
-
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     from lt2.config import ConfigError
     from lt2_platform.storage_errors import reason
 
@@ -160,7 +117,7 @@ def bench_mixers(
     if storage is not None:
         Storage(storage).check_writable()
     if out is not None:
-        _check_writable(out)
+        check_writable(out)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in ("cuda", "cpu") or (where == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"--device {where}: " + ("no GPU here" if where == "cuda" else "choose cuda or cpu"))

@@ -1,0 +1,93 @@
+"""`lt2 export`: a checkpoint as transformers reads it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lt2_workflows.commands.models import check_template, check_writable, find_checkpoint
+
+
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder, in the Hugging Face layout.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    template: Annotated[
+        str | None,
+        typer.Option(help="Chat template to write: chatml, llama3 or plain. [default: that of the training]"),
+    ] = None,
+    storage: Annotated[str | None, typer.Option("--storage", metavar="ROOT")] = None,
+) -> None:
+    """Write a checkpoint for `from_pretrained`, with a certificate that the written model computes the same."""
+    import torch
+
+    from lt2.config import ConfigError
+    from lt2.interop.export import export_checkpoint
+    from lt2.layout import loops_text
+    from lt2_platform.data.tokenizer_json import write_tokenizer_json
+    from lt2_platform.storage import Storage
+    from lt2_platform.train.checkpoints.checkpoint import load_model
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
+    check_template(template)
+    place = find_checkpoint(Storage(storage), checkpoint)
+    check_writable(folder)
+    model, _, tokenizer = load_model(place)
+    known = tokenizer.get("chat_templates", [])
+    chosen = template or (known[0] if len(known) == 1 else None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as scratch:
+        files = Path(scratch)
+        stop_ids, chat = [], ""
+        if tokenizer["file"]:
+            write_tokenizer_json(tokenizer["file"], files)
+            if chosen is not None:
+                stop_ids, chat = write_chat_template(chosen, tokenizer["file"], files)
+            elif known:
+                chat = f"no chat template is written: it was trained on {', '.join(known)}; --template NAME writes one"
+        checks = export_checkpoint(
+            model,
+            folder,
+            tokenizer=files if tokenizer["file"] else None,
+            bos_id=tokenizer["bos_id"],
+            eos_id=tokenizer["eos_id"],
+            stop_ids=stop_ids,
+            dtype=dtypes[dtype],
+            device=device,
+        )
+    inexact = [check for check in checks if check.tolerance > 0]  # what is merely copied must be the same bits
+    worst = max(inexact, key=lambda check: check.error / check.tolerance)
+    typer.echo(
+        f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at "
+        f"{loops_text(worst.n_loops)}, {worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
+    )
+    if tokenizer["file"] is None:
+        typer.echo("no tokenizer is written: this model's tokens are bytes, which transformers has no file for")
+    if chat:
+        typer.echo(chat)
+
+
+def write_chat_template(template: str, tokenizer_file: str, files: Path) -> tuple[list[int], str]:
+    """Add it to the tokenizer's files; returns at which tokens an answer ends, and what to tell the user."""
+    from lt2_platform.data.chat_template import FILE, add_chat_template
+    from lt2_platform.data.sources.documents import end_of_answer
+    from lt2_platform.data.tokenize import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_file)
+    end = end_of_answer(template)
+    stop = tokenizer.special_id(end.text) if end.special else None
+    if add_chat_template(template, tokenizer, files):
+        said = f"{FILE} asks by {template}, with the token ids of the training"
+        if stop is None:
+            said += f"; no token ends its answers: give generate() stop_strings={[end.text]!r} and the tokenizer"
+    else:
+        said = (
+            f"no chat template is written: transformers encodes a conversation as one text, and from that tokenizer "
+            f"{tokenizer.name} does not make the token ids that training with {template} has"
+        )
+    return [] if stop is None else [stop], said
