@@ -225,7 +225,7 @@ class ModelConfig(Config):
 def explain(error: ValidationError, source: str = "config") -> str:
     """One line per problem of a pydantic error: where, what is wrong, and the nearest valid key."""
     lines = []
-    for item in error.errors():
+    for item in mistakes(error):
         where = ": ".join([source, ".".join(str(part) for part in item["loc"])] if item["loc"] else [source])
         if item["type"] == "extra_forbidden":
             key = str(item["loc"][-1])
@@ -235,6 +235,17 @@ def explain(error: ValidationError, source: str = "config") -> str:
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"{where}: {message}")
     return "\n".join(lines)
+
+
+def mistakes(error: ValidationError) -> list[Any]:
+    """pydantic's errors, without those that follow from others: a list is too short because its items are wrong."""
+    found = error.errors()
+
+    def follows(item: Any) -> bool:
+        inside = (other["loc"] for other in found if len(other["loc"]) > len(item["loc"]))
+        return item["type"] == "too_short" and any(loc[: len(item["loc"])] == item["loc"] for loc in inside)
+
+    return [item for item in found if not follows(item)]
 
 
 def _sibling_keys(error: ValidationError, loc: tuple[Any, ...]) -> list[str]:

@@ -78,6 +78,12 @@ def test_setting_the_same_type_keeps_its_siblings():
         ("quickstart", ["pretrain.train.lr=inf"], "pretrain.train.lr: Input should be a finite number"),
         ("quickstart", ["pretrain.train.lr=.nan"], "pretrain.train.lr: Input should be a finite number"),
         ("quickstart", ["pretrain.train.betas=[0.9, .nan]"], "pretrain.train.betas.1: Input should be a finite number"),
+        (
+            "quickstart",
+            ["evaluate.tasks=[{type: perplexity, batchsize: 4}]"],
+            "quickstart: evaluate.tasks.0.batchsize: unknown key 'batchsize'; did you mean 'batch_size'?",
+        ),
+        ("quickstart", ["evaluate.tasks=[]"], "evaluate.tasks: Tuple should have at least 1 item"),
         (CHAIN, ["first.lines"], "--set first.lines: expected key=value"),
         (CHAIN, ["first.lines=1", "first.lines=2"], "--set first.lines is given more than once"),
         (CHAIN, ["second.part.sources.3.step=first"], "second.part.sources has 1 items; '3' is not the index of one"),

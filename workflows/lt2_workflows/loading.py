@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, explain, load_source
+from lt2.config import ConfigError, explain, load_source, mistakes
 from lt2_workflows.graph import STEP_TYPES, Workflow
 
 RECORD_SUFFIXES = {".yaml", ".yml", ".json"}
@@ -258,7 +258,7 @@ def _explain(error: ValidationError, step: str, raw: Any, source: str, lines: di
     # `explain` begins each problem with the source; a mark that no message contains lets them be told apart.
     problems = explain(error, "\0").split("\0: ")[1:]
     found = []
-    for item, problem in zip(error.errors(), problems, strict=True):
+    for item, problem in zip(mistakes(error), problems, strict=True):
         keys = _keys(item["loc"], raw)
         where = ".".join(str(part) for part in item["loc"])
         message = " ".join(problem.removeprefix(f"{where}: ").split())

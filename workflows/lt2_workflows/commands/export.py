@@ -23,6 +23,7 @@ def export(
 ) -> None:
     """Write a checkpoint for `from_pretrained`, with a certificate that the written model computes the same."""
     import torch
+    from transformers.utils import logging
 
     from lt2.config import ConfigError
     from lt2.interop.export import export_checkpoint
@@ -35,6 +36,7 @@ def export(
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
     check_template(template)
+    logging.disable_progress_bar()  # each of the checks loads what was written
     place = find_checkpoint(Storage(storage), checkpoint)
     check_writable(folder)
     model, _, tokenizer = load_model(place)

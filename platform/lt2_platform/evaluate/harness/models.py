@@ -63,9 +63,11 @@ class ModelSource:
 
     def load_transformers(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
         import lt2.interop.transformers  # noqa: F401  registers the folders that `lt2 export` writes
 
+        logging.disable_progress_bar()  # a second of loading; it would stand between our own lines
         options = {"gguf_file": self.gguf} if self.gguf else {}
         model = AutoModelForCausalLM.from_pretrained(self.place, dtype=getattr(torch, self.dtype), **options)
         return cast(nn.Module, model).to(_device())
