@@ -15,7 +15,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from lt2.interop.certificate import LENGTHS, Check, ParityError, certify
 from lt2.interop.transformers import LT2ForCausalLM
 from lt2.layout import loops_text
 from lt2.model import LoopedLM
+from lt2.packages import version_of
 from lt2.train.parallel import KEEP_FP32
 
 SCHEMA_VERSION = 1
@@ -178,7 +178,7 @@ def describe(folder: Path, checks: Sequence[Check], lengths: tuple[int, ...]) ->
         "row_lengths": list(lengths),
         "checks": [check.as_dict() for check in checks],
         "files": {file.name: sha256(file) for file in sorted(folder.iterdir())},
-        "versions": {name: version(name) for name in ("lt2", "torch", "transformers", "safetensors")},
+        "versions": {name: version_of(name) for name in ("lt2", "torch", "transformers", "safetensors")},
     }
 
 

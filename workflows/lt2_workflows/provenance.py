@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt2_platform.packages import version_of
+from lt2.packages import version_of
 
 if TYPE_CHECKING:
     from lt2_platform.results.store import ResultsStore

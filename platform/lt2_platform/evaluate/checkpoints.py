@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from lt2.analysis.accounting import parameters
 from lt2.config import ConfigError
 from lt2.model import LoopedLM
+from lt2.packages import version_of
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
@@ -145,7 +145,7 @@ def evaluate_export(
 
 def write_record(out: str, found: Evaluated, place: str, tasks: Sequence[TaskConfig]) -> None:
     """`<out>/evaluation.json`: the rows and what is needed to get them again."""
-    versions = {package: version(package) for package in ("lt2", "torch", "transformers", "lm_eval")}
+    versions = {package: version_of(package) for package in ("lt2", "torch", "transformers", "lm_eval")}
     record = {"model": place, "step": found.step, "n_loops": found.n_loops, "versions": versions, "rows": found.rows}
     record["tasks"] = [task.model_dump(mode="json") for task in tasks]
     record["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

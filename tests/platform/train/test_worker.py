@@ -242,10 +242,21 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, change, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_torchrun_script_trains_the_same_without_importing_ray(tmp_path, undisturbed):
+UNINSTALLED = """
+from importlib import metadata
+installed = metadata.version
+def version(name):
+    if name == "lt2":
+        raise metadata.PackageNotFoundError(name)
+    return installed(name)
+metadata.version = version
+"""
+
+
+def test_the_torchrun_script_trains_the_same_from_a_bare_checkout_without_importing_ray(tmp_path, undisturbed):
     write_dataset(tmp_path / "data")
     (tmp_path / "config.json").write_text(pretrain_config().model_dump_json())
-    code = "import runpy, sys; sys.argv = sys.argv[1:]; status = 0\n"
+    code = UNINSTALLED + "import runpy, sys; sys.argv = sys.argv[1:]; status = 0\n"
     code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     code += "except SystemExit as end: status = end.code\n"
     code += "assert 'ray' not in sys.modules; sys.exit(status)"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lt2
 from lt2.config import ModelConfig
-from lt2_platform.packages import version_of
+from lt2.packages import version_of
 from lt2_platform.source_files import python_sources
 
 _PLATFORM = Path(__file__).parents[2]

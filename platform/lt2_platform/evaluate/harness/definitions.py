@@ -9,11 +9,11 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2.packages import version_of
 from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
@@ -171,10 +171,7 @@ def check_needs(name: str, needs: Sequence[str]) -> None:
     """lm-eval scores some tasks with packages that LT2 does not install, and with alarms, which only one thread has."""
     for need in needs:
         package, _, wanted = need.partition("==")
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            found = ""
+        found = version_of(package) or ""
         if not found or not found.startswith(wanted):
             raise ConfigError(
                 f"{name} is scored with {' and '.join(needs)}, and here is {package} {found or 'not installed'}; "

@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import nn
 
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import LoopedLM
+from lt2.packages import version_of
 from lt2.train.loop import TrainState
 from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
@@ -96,7 +96,7 @@ def write(
         "state": asdict(state),
         "validation_loss": validation_loss,
         "world_size": world_size(),
-        "versions": {package: version(package) for package in ("lt2", "torch")},
+        "versions": {package: version_of(package) for package in ("lt2", "torch")},
     }
 
     def finish() -> None:

@@ -1,9 +1,10 @@
-"""Which packages are installed here."""
+"""Which packages are installed here; this one need not be, a checkout on the path does."""
 
 from importlib import metadata
 
 
 def version_of(package: str) -> str | None:
+    """None for what is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
