@@ -25,6 +25,8 @@ PERPLEXITY = "(name IN ('validation', 'perplexity') AND metric IN ('perplexity',
 _LOOPS = "TRY_CAST(regexp_extract(e.row, '\"n_loops\": ([0-9]+)', 1) AS BIGINT)"
 _EXITS = "(nullif(regexp_extract(e.row, '\"early_exit\": (true|false)', 1), '') = 'true')"
 _DEPTH = f"(CASE WHEN name = 'depth' THEN {_LOOPS} || ' loops' || if({_EXITS}, ', early exit', '') END)"
+# SQL: of a run's entry, the id of the workflow that started it; NULL for a run of no workflow
+_WORKFLOW = """nullif(regexp_extract(entry, '"info": \\{"workflow": "([^"]+)"', 1), '')"""
 _OWN = f"""
 CREATE VIEW own AS SELECT e.rowid AS place FROM evals e LEFT JOIN (
     SELECT run, max(number) FILTER (key IN ('model.n_loops', 'n_loops')) AS trained,
@@ -40,7 +42,7 @@ CACHED_CURVES = 64  # about 1 MB each
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The store at one moment, as the tables of results_tables.py and two more.
+    """The store at one moment, as the tables of results_tables.py and two more; `runs` also says of which `workflow`.
 
     numbers  run, metric, value: last values and evaluations together
     own      place: rowid in `evals` of the results of a model as it was trained, at no other depth
@@ -127,7 +129,8 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "300MB"})
     for name, table in tables.items():
         connection.register("arrow", table)
-        connection.execute(f"CREATE TABLE {name} AS SELECT * FROM arrow")
+        more = f", {_WORKFLOW} AS workflow" if name == "runs" else ""
+        connection.execute(f"CREATE TABLE {name} AS SELECT *{more} FROM arrow")
         connection.unregister("arrow")
     connection.execute(
         "CREATE TABLE numbers AS SELECT run, metric, value FROM metrics UNION ALL "

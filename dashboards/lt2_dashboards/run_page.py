@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from lt2.config import ConfigError
 from lt2_dashboards.figures.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
+from lt2_dashboards.records import Records
+from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.results.store import RunInfo, differences, flatten, result_name
 from lt2_platform.results.tables import as_text, total_steps
 
 MAX_COMPARED = 20
+MAX_EVENTS = 50  # newest first on a run's page
+PACE = 20  # of the curve's buckets: what the time that remains is reckoned from
 
 
 def run_page(source: Source, run_id: str) -> dict[str, Any]:
-    """One run: its place, settings, last values, metric names, evaluations, and files that could not be read."""
+    """One run: its place, settings, last values, metric names, evaluations, what happened to it, its step's newest
+    attempt (None for a run of no workflow), and files that could not be read.
+    """
     snapshot = source.snapshot()
     (run,) = _known(source, snapshot, [run_id])
     curves = source.curves(run)
-    step_folder = f"steps/{run_id}"
+    records = Records(source.storage)
+    step = step_states(records, [run_id], source.clock())[run_id] if _has_step(source, run_id) else None
     return _head(source, run) | {
+        "workflow": run.info.get("workflow"),
         "config": {key: as_text(value) for key, value in sorted(flatten(run.config).items())},
         "info": {key: as_text(value) for key, value in sorted(flatten(run.info).items())},
         "attention_in": attention_in(run.config),
         "summary": {key: as_text(value) for key, value in sorted(flatten(run.summary or {}).items())},
         "metrics": sorted(set(curves.table["metric"].to_pylist())),
         "evals": [{"name": name, **row} for _, name, row in snapshot.evals([run_id])],
-        "skipped": list(curves.skipped),
-        "step_id": run_id if source.storage.exists(f"{step_folder}/spec.json") else None,
+        "events": _events(records, run_id),
+        "attempt": step,
+        "seconds_per_step": _pace(curves.table),
+        "skipped": [*curves.skipped, *records.lines()],
     }
+
+
+def _has_step(source: Source, run_id: str) -> bool:
+    return source.storage.exists(spec_path(run_id))
+
+
+def _events(records: Records, run_id: str) -> list[dict[str, Any]]:
+    """What happened to a run while it trained (rollbacks, preemptions, evaluations that failed), newest first."""
+    folder = f"runs/{run_id}/events"
+    names = sorted(records.storage.list(folder))[-MAX_EVENTS:]
+    return [event for event in records.read_all([f"{folder}/{name}" for name in reversed(names)]) if event is not None]
+
+
+def _pace(curves: pa.Table) -> float | None:
+    """Seconds a step took lately: the median of the last PACE buckets; None where no step time was logged."""
+    times = curves.filter(pc.field("metric") == "step_time")["mean"].to_pylist()[-PACE:]
+    known = [seconds for seconds in times if seconds == seconds]
+    return statistics.median(known) if known else None
 
 
 def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from lt2_platform.results.tables import STALE_SECONDS
 PAGE_SIZE = 100
 MAX_QUERY = 500  # characters
 STATUSES = ("running", "stalled", "finished", "failed")
-BUILT_IN = {"run": "run", "created": "created", "updated": "updated", "step": "step", "status": "status"}
+TEXTS = ("run", "workflow", "status")
+BUILT_IN = {name: name for name in (*TEXTS, "created", "updated", "step")}
+SHOWN_AS = {"live": "running"}  # what pages call a status
 MAX_VARYING = 40  # settings offered as columns
 
 _TERM = re.compile(r"(?P<key>[^\s=<>!~]+)(?P<op>>=|<=|!=|=|<|>|~)(?P<value>\S*)")
@@ -46,8 +48,9 @@ def runs_page(
 ) -> dict[str, Any]:
     """One page of the runs that match `q` and `status` (a comma list), with the settings and metrics they differ in.
 
-    `q` is words (parts of the run's name) and conditions such as `lr>1e-3`, `ratio=1:4`, `loss<3`, `type~gdn`.
-    `sort` is a column, with '-' in front for descending. Raises ConfigError for a query that cannot be understood.
+    `q` is words (parts of the name of the run or its workflow) and conditions such as `lr>1e-3`, `ratio=1:4`,
+    `loss<3`, `type~gdn`. `sort` is a column, with '-' in front for descending. Raises ConfigError for a query that
+    cannot be understood.
     """
     picked = _pick(snapshot, now, q)
     counts = dict(picked.query("SELECT status, count(*) FROM picked GROUP BY status"))
@@ -66,6 +69,11 @@ def runs_page(
         "SELECT metric, count(*) FROM numbers WHERE run IN (SELECT run FROM picked) GROUP BY metric "
         "ORDER BY starts_with(metric, 'depth/'), 2 DESC, 1"  # other depths of a model come after what it is
     )
+    logged = picked.query(
+        "SELECT metric, count(*) FROM metrics WHERE run IN (SELECT run FROM picked) GROUP BY metric ORDER BY 2 DESC, 1 "
+        "LIMIT ?",
+        MAX_VARYING,
+    )
     return {
         "total": total,
         "all": snapshot.query("SELECT count(*) FROM runs")[0][0],
@@ -75,6 +83,7 @@ def runs_page(
         "rows": rows,
         "varying": varying,
         "metrics": [metric for metric, _ in metrics[:MAX_VARYING]],
+        "logged": [metric for metric, _ in logged],
         "skipped": list(snapshot.skipped),
     }
 
@@ -101,7 +110,7 @@ def _pick(snapshot: Snapshot, now: float, q: str) -> _Picked:
     for term in q.split():
         match = _TERM.fullmatch(term)
         if match is None:
-            picked.add("contains(lower(run), lower(?))", term)
+            picked.add("contains(lower(concat_ws(' ', run, workflow)), lower(?))", term)
         elif match["key"] in BUILT_IN:
             _built_in(picked, **match.groupdict())
         else:
@@ -111,11 +120,12 @@ def _pick(snapshot: Snapshot, now: float, q: str) -> _Picked:
 
 def _built_in(picked: _Picked, key: str, op: str, value: str) -> None:
     column = BUILT_IN[key]
-    if key in ("run", "status"):
+    if key in TEXTS:
         if op in _ORDER:
             raise ConfigError(f"{key}{op}{value}: {key} is text; use =, != or ~")
-        condition = {"=": f"{column} = ?", "!=": f"{column} <> ?", "~": f"contains(lower({column}), lower(?))"}[op]
-        return picked.add(condition, value)
+        text = f"coalesce({column}, '')"
+        condition = {"=": f"{text} = ?", "!=": f"{text} <> ?", "~": f"contains(lower({text}), lower(?))"}[op]
+        return picked.add(condition, SHOWN_AS.get(value, value) if key == "status" else value)
     return picked.add(f"{column} {_ORDER.get(op, '=')} ?", _number(key, op, value))
 
 
@@ -167,13 +177,14 @@ def _rows(picked: _Picked, sort: str, page: int) -> list[dict[str, Any]]:
             "UNION ALL SELECT run, value, NULL FROM numbers WHERE metric = ?) GROUP BY run) ON run_ = run "
         )
         order, bound = f"number {direction} NULLS LAST, text {direction} NULLS LAST", [column, column]
+    columns = ("run", "workflow", "status", "created", "updated", "step", "total")
     found = picked.query(
-        f"SELECT run, status, created, updated, step, total FROM picked {join}ORDER BY {order}, run LIMIT ? OFFSET ?",
+        f"SELECT {', '.join(columns)} FROM picked {join}ORDER BY {order}, run LIMIT ? OFFSET ?",
         *bound,
         PAGE_SIZE,
         (page - 1) * PAGE_SIZE,
     )
-    return [dict(zip(("run", "status", "created", "updated", "step", "total"), row)) for row in found]
+    return [dict(zip(columns, row)) for row in found]
 
 
 def _varying(picked: _Picked, total: int) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from lt2_platform.results.index import compact
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from tests.dashboards.conftest import add_run
+from tests.dashboards.conftest import add_run, attempt
 
 from .conftest import drawn, option, until, visiting
 
@@ -110,7 +110,8 @@ def test_the_page_of_a_store_that_is_slow_to_answer(page, site):
     page.route("**/api/runs", lambda route: held.append(route))
     page.goto(site.address)
     page.get_by_text("Reading the results store").wait_for()
-    assert page.locator("details.menu").inner_text() == "Columns"  # not the browser's own word for a list without one
+    # Not the browser's own word for a list without one.
+    assert page.locator("details.menu").all_inner_texts() == ["Charts", "Columns"]
     assert "off" in page.get_by_text("Compare", exact=True).get_attribute("class")
     held.pop().continue_()
     drawn(page, 5)
@@ -142,3 +143,42 @@ def test_compare_from_the_table(page, site):
     drawn(page, 3)
     page.get_by_label("Take hybrid-2 out").click()
     page.get_by_text("Select two or more runs").wait_for()
+
+
+def test_columns_and_charts_are_chosen_one_after_the_other(page, site):
+    drawn(page, 5)
+    for menu, first, second, kept in (
+        ("Columns", "tokens_per_s", "loss", r"cols=(?!.*\bloss\b)(?!.*tokens_per_s)"),
+        ("Charts", "grad_norm", "lr", r"charts=loss,tokens_per_s,step_time($|&)"),
+    ):
+        page.locator("summary", has_text=menu).click()
+        sheet = page.locator("details.menu[open]")
+        sheet.get_by_label(first, exact=True).click()
+        sheet.get_by_label(second, exact=True).click()  # the menu still has the focus: it has not been drawn anew
+        page.wait_for_url(re.compile(kept))
+        page.locator("summary", has_text=menu).click()
+    until(page, "document.querySelectorAll('.tiles > figure').length === 3")
+    copied = page.url
+    page.goto(f"{site.address}/workflows")
+    page.goto(copied)
+    until(page, "document.querySelectorAll('.tiles > figure[data-ready]').length === 3")
+
+
+def test_a_run_that_was_cut_off_says_why_and_what_to_do(page, site):
+    root = site.store.storage
+    now = time.time()
+    writer = add_run(site.store, "cut-9", start=now - 400, steps=5, end=None)
+    site.store.log_event("cut-9", "rollback", {"step": 4, "to": None, "message": "step 4: loss nan"})
+    root.write_json("steps/cut-9/spec.json", {"name": "pretrain", "config": {}, "needs": {}})
+    attempt(root, "cut-9", 1, "interrupted", now - 400, error="asked to stop")
+    page.goto(f"{site.address}/runs/cut-9")
+    page.locator(".notice.warn", has_text="This run was interrupted").wait_for()
+    told = page.locator("main").inner_text()
+    assert "asked to stop" in told
+    assert "Run the same command again: it goes on from the last checkpoint." in told
+    assert "step 4: loss nan; went back to the start" in told
+    assert page.locator(".page-head .status").inner_text() == "interrupted"
+    assert "remaining" not in told
+    writer.close(state="failed")
+    attempt(root, "cut-9", 2, "failed", now - 100, error="lower train.lr")
+    page.locator(".notice.error", has_text="lower train.lr").wait_for()

@@ -7,9 +7,40 @@ import { facts, fill, h, notice, status } from "../dom.js";
 import { ago, date, duration, number } from "../format.js";
 import { params, setParams } from "../url.js";
 
-const FIRST = ["loss", "grad_norm", "lr", "tokens_per_s", "step_time", "data_wait", "mfu"];
+const FIRST = ["loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "step_time", "data_wait", "mfu"];
+
+const known = (value) => (value === undefined ? null : number(value));
+const percent = (fraction) => (typeof fraction === "number" ? `${number(100 * fraction, 3)} %` : null);
+
+// A run that was cut off cannot say so itself: its step can, sooner than five minutes of silence.
+const ENDED = ["failed", "interrupted", "infrastructure", "lost"];
+const stateOf = ({ status: own, attempt }) => (["running", "stalled"].includes(own) && ENDED.includes(attempt?.state) ? attempt.state : own);
+
+// Why it does not go on, and what to do about it.
+function trouble(state, attempt, log) {
+  const go = "Run the same command again: it goes on from the last checkpoint.";
+  const [title, next] = {
+    failed: ["This run failed", `${go} With other settings it is another run, and this one stays as it is.`],
+    interrupted: ["This run was interrupted", go],
+    infrastructure: ["The machines under this run failed", `It is tried again by itself as often as resources.retries says. After that: ${go.charAt(0).toLowerCase()}${go.slice(1)}`],
+    lost: ["The process of this run ended without a word", go],
+    stalled: ["No word from this run for more than five minutes", `Its process may have died. ${go}`],
+  }[state] ?? [];
+  if (!title) return null;
+  const details = [attempt?.error, next].filter(Boolean);
+  return notice(state === "failed" ? "error" : "warn", title, ...details, ...(attempt ? [h("a", { href: log }, "Attempts and log")] : []));
+}
+
+// Rollbacks, preemptions, evaluations beside training that failed: newest first.
+function happened(events) {
+  if (!events.length) return null;
+  const said = ({ kind, message, checkpoint, state, reason, to }) => (kind === "evaluation" ? `of ${checkpoint} ${state}: ${reason}` : [message, kind === "rollback" ? `went back to ${to ?? "the start"}` : null].filter(Boolean).join("; "));
+  return h("section", { class: "panel wide" }, h("h2", {}, "What happened"), h("div", { class: "table-wrap", tabindex: "0" }, h("table", { class: "numbers events" }, h("tbody", {}, events.map((event) =>
+    h("tr", {}, h("td", {}, date(event.time)), h("td", {}, event.kind), h("td", { class: "num" }, event.step === undefined ? "" : `step ${number(event.step)}`), h("td", { class: "said" }, said(event))))))));
+}
 
 export function runPage(main, run) {
+  const log = `/workflows/-/steps/${run}`;
   const header = h("header", { class: "page-head" });
   const messages = h("div");
   const controls = curveControls();
@@ -29,24 +60,32 @@ export function runPage(main, run) {
 
   function show() {
     grid.hidden = side.hidden = false;
-    const elapsed = body.updated - body.created;
-    const eta = body.status === "running" && body.total && body.step > 0 ? elapsed * ((body.total - body.step) / body.step) : null;
-    fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/" }, "Runs"), " / "), h("h1", {}, run), status(body.status),
+    const state = stateOf(body);
+    // By the pace of the last steps: the time since the start also holds what the run stood still.
+    const left = state === "running" && body.total && body.seconds_per_step ? body.seconds_per_step * (body.total - body.step) : null;
+    const { loss, validation_loss: validation, tokens_per_s: pace, mfu, data_wait_fraction: waiting, grad_spikes: spikes, peak_memory_gb: memory } = body.last;
+    fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/" }, "Runs"), " / "), h("h1", {}, run), status(state),
       facts([
+        ["workflow", body.workflow ? h("a", { href: `/workflows/${body.workflow}` }, body.workflow) : null],
         ["step", body.total ? `${number(body.step)} of ${number(body.total)}` : number(body.step)],
-        ["loss", number(body.last.loss)],
-        ["tokens/s", body.last.tokens_per_s === undefined ? null : number(body.last.tokens_per_s)],
+        ["loss (nats)", number(loss)],
+        ["validation loss (nats)", known(validation)],
+        ["gradient spikes", known(spikes)],
+        ["tokens/s", known(pace)],
+        ["MFU", percent(mfu)],
+        ["waiting for data", percent(waiting)],
+        ["peak memory", typeof memory === "number" ? `${number(memory, 3)} GB` : null],
         ["attention in", body.attention_in],
-        ["time", duration(elapsed)],
-        ["remaining", eta === null ? null : duration(eta)],
+        ["time", duration(body.updated - body.created)],
+        ["remaining", left === null ? null : `${duration(left)}, until ${date(body.updated + left)}`],
         ["started", date(body.created)],
         ["last word", ago(body.updated)],
-        ["log", body.step_id ? h("a", { href: `/workflows/-/steps/${body.step_id}` }, "attempts and log") : null],
+        ["log", body.attempt ? h("a", { href: log }, "attempts and log") : null],
       ]));
-    fill(messages, body.status === "stalled" ? notice("warn", "No word from this run for more than five minutes", "Its process may have died. Running the same workflow again continues it from its last checkpoint.") : null,
+    fill(messages, trouble(state, body.attempt, log),
       body.skipped.length ? notice("warn", "Some of this run's files could not be read and are missing from the curves", ...body.skipped) : null);
     drawTiles();
-    fill(side, evaluations(), panel("Settings", body.config, true), panel("Summary", body.summary), panel("Provenance", body.info));
+    fill(side, happened(body.events), evaluations(), panel("Settings", body.config, true), panel("Summary", body.summary), panel("Provenance", body.info));
   }
 
   function drawTiles() {

@@ -8,10 +8,12 @@ import { ago, brief, date, number, shortNames } from "../format.js";
 import { colour } from "../theme.js";
 import { go, params, setParams } from "../url.js";
 
-const TILES = ["loss", "grad_norm", "lr", "tokens_per_s", "step_time"];
+const TILES = ["loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "step_time"]; // the first five that are logged
+const USUAL_TILES = 5;
 const STATUSES = ["running", "stalled", "finished", "failed"];
 const SHOWN_BY_ITSELF = 5; // runs drawn when none is selected
 const MAX_SELECTED = 20;
+const MAX_CHARTS = 13;
 const COLUMNS = 8; // differing settings shown before "columns" is used
 const METRICS = ["loss", "tokens_per_s"];
 const HEADLINE = /ppl|perplexity|average/;
@@ -22,6 +24,8 @@ function metricName(key) {
   return (parts.at(-2) === "perplexity" ? [parts[0], parts.at(-1)] : parts.slice(-2)).join(" "); // "validation loss"
 }
 
+const toggled = (list, item) => (list.includes(item) ? list.filter((other) => other !== item) : [...list, item]);
+
 export function runsPage(main) {
   const state = { body: null, focus: -1 };
   const search = h("input", { type: "search", class: "search", placeholder: "Filter: words, lr>1e-3, layout.ratio=1:4, loss<3", "aria-label": "Filter runs", spellcheck: "false", autocomplete: "off" });
@@ -29,8 +33,9 @@ export function runsPage(main) {
   const controls = curveControls();
   const columns = h("details", { class: "menu" }, h("summary", {}, "Columns"));
   const compare = h("a", { class: "button off" }, "Compare");
-  const tiles = TILES.map((metric) => [metric, figure("curves", { small: true, group: "runs" })]);
-  const grid = h("section", { class: "tiles", "aria-label": "Curves of the selected runs" }, tiles.map(([, tile]) => tile.element));
+  const charts = h("details", { class: "menu" }, h("summary", {}, "Charts"));
+  const tiles = new Map(); // metric -> figure
+  const grid = h("section", { class: "tiles", "aria-label": "Curves of the selected runs" });
   const head = h("tr");
   const bodyRows = h("tbody");
   const table = h("div", { class: "table-wrap" }, h("table", { class: "runs" }, h("thead", {}, head), bodyRows));
@@ -40,7 +45,7 @@ export function runsPage(main) {
   let stop = () => {}, typing;
 
   fill(main,
-    h("div", { class: "toolbar" }, search, chips, h("span", { class: "grow" }), columns, controls.element, compare),
+    h("div", { class: "toolbar" }, search, chips, h("span", { class: "grow" }), charts, columns, controls.element, compare),
     messages, grid, table, foot);
   fill(messages, h("p", { class: "quiet-note loading" }, "Reading the results store…"));
 
@@ -83,6 +88,7 @@ export function runsPage(main) {
     controls.sync();
     drawChips();
     drawColumns();
+    drawCharts();
     drawTable();
     drawTiles();
     const selected = selection();
@@ -118,12 +124,27 @@ export function runsPage(main) {
   function drawColumns() {
     if (columns.open && columns.contains(document.activeElement)) return;
     const shown = shownColumns();
-    const toggle = (key) => setParams({ cols: (shown.includes(key) ? shown.filter((other) => other !== key) : [...shown, key]).join(",") || "none" });
+    const toggle = (key) => setParams({ cols: toggled(shownColumns(), key).join(",") || "none" });
     const group = (name, keys) => keys.length ? h("fieldset", {}, h("legend", {}, name), keys.map((key) =>
       h("label", {}, h("input", { type: "checkbox", checked: shown.includes(key), onchange: () => toggle(key) }), key))) : null;
     fill(columns, h("summary", {}, "Columns"), h("div", { class: "sheet" },
       group("Results", state.body.metrics), group("Settings that differ", state.body.varying),
       h("button", { type: "button", class: "link", onclick: () => setParams({ cols: "" }) }, "Default columns")));
+  }
+
+  function shownCharts() {
+    const given = params().charts;
+    if (given !== undefined) return given.split(",").slice(0, MAX_CHARTS);
+    return TILES.filter((metric) => metric === TILES[0] || state.body.logged.includes(metric)).slice(0, USUAL_TILES);
+  }
+
+  function drawCharts() {
+    if (charts.open && charts.contains(document.activeElement)) return;
+    const shown = shownCharts();
+    const toggle = (metric) => setParams({ charts: toggled(shownCharts(), metric).join(",") });
+    fill(charts, h("summary", {}, "Charts"), h("div", { class: "sheet" }, h("fieldset", {}, h("legend", {}, "Curves above the table"), [...new Set([...shown, ...state.body.logged])].map((metric) =>
+      h("label", {}, h("input", { type: "checkbox", checked: shown.includes(metric), onchange: () => toggle(metric) }), metric))),
+    h("button", { type: "button", class: "link", onclick: () => setParams({ charts: "" }) }, "Usual charts")));
   }
 
   function drawTable() {
@@ -139,29 +160,31 @@ export function runsPage(main) {
         h("button", { type: "button", title: title ?? key, onclick: () => setParams({ sort: next, page: "" }) }, text, h("span", { class: "arrow", "aria-hidden": "true" }, active ? (down ? "↓" : "↑") : "")));
     };
     const focusedHeader = [...head.querySelectorAll("button")].indexOf(document.activeElement);
-    fill(head, h("th", { class: "pick" }, h("span", { class: "hidden" }, "Selected")), header("run", "run"), header("status", "status"), header("step", "progress", "num"),
+    const inWorkflow = found.some((row) => row.workflow);
+    fill(head, h("th", { class: "pick" }, h("span", { class: "hidden" }, "Selected")), header("run", "run"), inWorkflow ? header("workflow", "workflow") : null, header("status", "status"), header("step", "progress", "num"),
       keys.map((key) => header(key, names.get(key) ?? metricName(key), varying.includes(key) ? "" : "num")), header("created", "started", "num"));
     if (focusedHeader >= 0) head.querySelectorAll("button")[focusedHeader]?.focus();
     const selected = selection();
-    const layout = keys.join("\n");
+    const layout = [inWorkflow, ...keys].join("\n");
     for (const [run, row] of rows) if (row.layout !== layout || !found.some((other) => other.run === run)) { row.tr.remove(); rows.delete(run); }
     found.forEach((row, index) => {
       let line = rows.get(row.run);
-      if (!line) rows.set(row.run, (line = makeRow(row, keys, layout)));
+      if (!line) rows.set(row.run, (line = makeRow(row, keys, layout, inWorkflow)));
       if (bodyRows.children[index] !== line.tr) bodyRows.insertBefore(line.tr, bodyRows.children[index] ?? null);
       updateRow(line, row, keys, selected.indexOf(row.run));
     });
     drawFoot();
   }
 
-  function makeRow(row, keys, layout) {
+  function makeRow(row, keys, layout, inWorkflow) {
     const box = h("input", { type: "checkbox", "aria-label": `Draw ${row.run}`, onchange: () => select(row.run) });
     const badge = h("td", {});
     const bar = h("span", { class: "progress" }, h("i"));
     const step = h("span");
     const cells = keys.map((key) => h("td", { class: state.body.varying.includes(key) ? "setting" : "num" }));
     const age = h("td", { class: "num faint" });
-    const tr = h("tr", { dataset: { run: row.run } }, h("td", { class: "pick" }, box), h("th", { scope: "row" }, h("a", { href: `/runs/${row.run}`, title: row.run }, row.run)), badge,
+    const workflow = inWorkflow ? h("td", { class: "setting" }, row.workflow ? h("a", { href: `/workflows/${row.workflow}`, title: row.workflow }, row.workflow) : "–") : null;
+    const tr = h("tr", { dataset: { run: row.run } }, h("td", { class: "pick" }, box), h("th", { scope: "row" }, h("a", { href: `/runs/${row.run}`, title: row.run }, row.run)), workflow, badge,
       h("td", { class: "num" }, step, bar), cells, age);
     return { tr, box, badge, bar, step, cells, age, layout };
   }
@@ -197,7 +220,12 @@ export function runsPage(main) {
     const missing = !runs.length;
     grid.classList.toggle("idle", missing);
     if (missing) return;
-    for (const [metric, tile] of tiles) tile.load({ runs: runs.join(","), metric, ...curveParams(), ...(metric === TILES[0] ? { points: 1500 } : {}) });
+    const shown = shownCharts();
+    for (const [metric, tile] of tiles) if (!shown.includes(metric)) { tile.destroy(); tiles.delete(metric); }
+    for (const metric of shown) if (!tiles.has(metric)) tiles.set(metric, figure("curves", { small: true, group: "runs" }));
+    const elements = shown.map((metric) => tiles.get(metric).element);
+    if (elements.length !== grid.children.length || elements.some((element, index) => grid.children[index] !== element)) fill(grid, elements);
+    for (const metric of shown) tiles.get(metric).load({ runs: runs.join(","), metric, ...curveParams(), ...(metric === shown[0] ? { points: 1500 } : {}) });
   }
 
   function emptyNote(body) {
@@ -228,5 +256,5 @@ export function runsPage(main) {
   }
   update();
   const clock = setInterval(draw, 30000); // "3 min ago" goes on even when nothing is logged
-  return { update, key, destroy() { stop(); clearInterval(clock); clearTimeout(typing); for (const [, tile] of tiles) tile.destroy(); } };
+  return { update, key, destroy() { stop(); clearInterval(clock); clearTimeout(typing); for (const tile of tiles.values()) tile.destroy(); } };
 }

@@ -1,0 +1,95 @@
+"""The page of one run: which workflow it is of, what happened to it, why it does not go on and when it will be done."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from fastapi.testclient import TestClient
+
+from lt2_dashboards.app import create_app
+from lt2_dashboards.auth import Access
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
+
+from .conftest import Clock, add_run, attempt, body
+
+
+@pytest.fixture
+def store(tmp_path) -> ResultsStore:
+    return ResultsStore(Storage(str(tmp_path)))
+
+
+@pytest.fixture
+def client(store) -> TestClient:
+    return TestClient(create_app(store.storage.root, Access("none")), base_url="http://127.0.0.1:8787")
+
+
+def test_runs_are_found_by_their_workflow(store, client):
+    add_run(store, "pretrain-1", start=time.time(), lr=1e-3)
+    for name, workflow in (("pretrain-2", "quickstart-5bc43cf6"), ("pretrain-3", "sweep_ratio-1-4-00000000")):
+        # A config may say anything: only the provenance tells of which workflow a run is.
+        info = {"workflow": workflow, "step": name, "config": {"info": "workflow", "train": {"steps": 5}}}
+        store.create_run(name, info).close()
+    rows = {row["run"]: row["workflow"] for row in body(client.get("/api/runs"))["rows"]}
+    assert rows == {"pretrain-1": None, "pretrain-2": "quickstart-5bc43cf6", "pretrain-3": "sweep_ratio-1-4-00000000"}
+    for q, found in (
+        ("quickstart", {"pretrain-2"}),
+        ("workflow~SWEEP_", {"pretrain-3"}),
+        ("workflow=quickstart-5bc43cf6", {"pretrain-2"}),
+        ("workflow!=quickstart-5bc43cf6", {"pretrain-1", "pretrain-3"}),
+        ("workflow=", {"pretrain-1"}),
+    ):
+        assert {row["run"] for row in body(client.get("/api/runs", params={"q": q}))["rows"]} == found, q
+    sorted_by = [row["run"] for row in body(client.get("/api/runs?sort=workflow"))["rows"]]
+    assert sorted_by[:2] == ["pretrain-2", "pretrain-3"]
+    assert body(client.get("/api/runs/pretrain-2"))["workflow"] == "quickstart-5bc43cf6"
+
+
+def test_a_status_can_be_asked_for_as_the_page_calls_it(store, client):
+    add_run(store, "live", start=time.time() - 30, steps=3, end=None)
+    add_run(store, "done", start=time.time() - 30, steps=3)
+    assert [row["run"] for row in body(client.get("/api/runs?q=status=live"))["rows"]] == ["live"]
+
+
+def test_what_happened_to_a_run_newest_first_and_damaged_events_named(store, client):
+    add_run(store, "r", start=time.time())
+    store.log_event("r", "rollback", {"step": 7, "position": 56, "to": "step-5", "message": "step 7: loss nan"})
+    store.log_event("r", "preemption", {"message": "the node goes away"})
+    store.storage.write_bytes("runs/r/events/0-rollback-aa.json", b"{")
+    found = body(client.get("/api/runs/r"))
+    assert [event["kind"] for event in found["events"]] == ["preemption", "rollback"]
+    assert (found["events"][1]["step"], found["events"][1]["to"]) == (7, "step-5")
+    assert len(found["skipped"]) == 1
+    assert "0-rollback-aa.json" in found["skipped"][0]
+
+
+def test_a_run_says_what_its_newest_attempt_says(store, client):
+    add_run(store, "r", start=time.time() - 20, steps=5, end=None)  # cut off: the run itself still says "running"
+    assert body(client.get("/api/runs/r"))["attempt"] is None
+    store.storage.write_json("steps/r/spec.json", {"name": "pretrain", "config": {}, "needs": {}})
+    attempt(store.storage, "r", 1, "infrastructure", time.time() - 20)
+    attempt(store.storage, "r", 2, "interrupted", time.time() - 10, error="interrupted at step 5")
+    found = body(client.get("/api/runs/r"))
+    assert found["status"] == "running"
+    assert (found["attempt"]["state"], found["attempt"]["attempt"]) == ("interrupted", 2)
+    assert found["attempt"]["error"] == "interrupted at step 5"
+
+
+def test_what_remains_is_reckoned_from_the_last_steps(store, client):
+    add_run(store, "other", start=time.time(), steps=0, end=None)
+    clock = Clock(time.time() - 9000)  # a run that stood still for hours between its attempts
+    writer = store.create_run("r", {"config": {"train": {"steps": 100}}}, clock=clock)
+    for step in range(1, 41):
+        writer.log(step, {"loss": 1.0, "step_time": 30.0 if step < 10 else 2.0})
+    writer.flush()
+    assert body(client.get("/api/runs/r"))["seconds_per_step"] == 2.0
+    assert body(client.get("/api/runs/other"))["seconds_per_step"] is None
+
+
+def test_what_has_curves_is_told_apart_from_results(store, client):
+    add_run(store, "r", start=time.time())
+    store.log_eval("r", "validation", [{"metric": "loss", "value": 2.0}])
+    page = body(client.get("/api/runs"))
+    assert "validation/loss" in page["metrics"]
+    assert set(page["logged"]) == {"loss", "grad_norm", "lr", "tokens_per_s", "step_time"}
