@@ -18,7 +18,7 @@ from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures.curves import curves
 from lt2_dashboards.figures.downstream import downstream
 from lt2_dashboards.figures.figure import describe
-from lt2_dashboards.figures.paper import DOWNSTREAM, PATTERNS, RATIOS, TASK_LABELS, TASKS
+from lt2_dashboards.figures.paper import DOWNSTREAM, PATTERNS, RATIOS, TASKS
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -108,18 +108,41 @@ def test_downstream_puts_ours_beside_the_paper(source):
     assert "full-1" not in rows  # it has a perplexity, but no task
     ours = rows["hybrid-2"]
     assert ours[1:3] == ["this store", 10.0]
-    scores = dict(zip(TASK_LABELS, ours[3:]))
+    scores = dict(zip(figure.columns[3:], ours[3:]))
     assert scores["ARC-E"] == 50.0
     assert scores["HellaSwag"] == 60.0  # acc_norm where the run has it
-    assert ours[-1] == pytest.approx(51.25)
-    assert rows["Looped Hybrid (Full+GDN)"][1:-1] == ["paper", *DOWNSTREAM["1.3B"]["Looped Hybrid (Full+GDN)"][:-1]]
+    assert scores["average"] == pytest.approx(51.25)
+    assert rows["Looped Hybrid (Full+GDN)"][1:11] == ["paper", *DOWNSTREAM["1.3B"]["Looped Hybrid (Full+GDN)"][:-1]]
     assert downstream(source, size="0.6B").rows[-1][0] == "Looped Hybrid (GDN+DSA)"
     assert "Looped RetNet: training diverged in the paper." in downstream(source, size="0.6B").notes
 
 
 def test_incomplete_rows_have_no_average(source):
     (full, *_) = downstream(source, runs=["full-1"]).rows
-    assert full == ["full-1", "this store", 11.0, *[None] * 9]
+    assert full == ["full-1", "this store", 11.0, *[None] * 17]
+
+
+def test_downstream_shows_errors_and_says_what_is_no_fair_comparison(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    store.create_run("quick", {}).close()
+    place = {"task": "hellaswag", "step": 5}
+    both = [("acc", 0.4, 0.03), ("acc_norm,none", 0.5, 0.05)]
+    few = [{**place, "metric": m, "value": v, "stderr": e, "n": 60, "limit": 60} for m, v, e in both]
+    store.log_eval("quick", "validation", few)
+    figure = downstream(Source(str(tmp_path)))
+    assert figure.rows[0][figure.columns.index("HellaSwag ±")] == pytest.approx(5.0)  # of acc_norm, in percent
+    assert figure.rows[0][figure.columns.index("ARC-E ±")] is None
+    (ours,) = [series for series in figure.option["series"] if series["name"] == "quick"]
+    assert ours["markLine"]["data"] == [[{"coord": [45.0, "HellaSwag"]}, {"coord": [55.0, "HellaSwag"]}]]
+    assert ours["data"][0]["detail"] == "± 5"
+    assert any("quick (60)" in note for note in figure.notes)
+    assert any("not with the paper's" in note for note in figure.notes)
+    # Of all items now, and nobody computed an error: neither the old error nor the old limit is left.
+    store.log_eval("quick", "validation", [{**place, "metric": "acc_norm", "value": 0.6, "n": 9999, "limit": None}])
+    figure = downstream(Source(str(tmp_path)))
+    assert figure.rows[0][figure.columns.index("HellaSwag")] == 60.0
+    assert figure.rows[0][figure.columns.index("HellaSwag ±")] is None
+    assert not any("quick (60)" in note for note in figure.notes)
 
 
 def test_the_papers_numbers_are_plausible():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from lt2_dashboards.figures.figure import rounded
@@ -15,8 +16,10 @@ Scores = Mapping[str, Sequence[float | None]]  # model -> one value per label
 _MARKED = {"Looped Transformer": ("rect", 9), "Looped Hybrid (Full+GDN)": ("triangle", 10)}
 
 
-def dots(labels: Sequence[str], paper: Scores, ours: Scores, *, unit: str) -> dict[str, Any]:
-    """The option of such a chart: values across, `labels` down."""
+def dots(
+    labels: Sequence[str], paper: Scores, ours: Scores, *, unit: str, errors: Scores | None = None
+) -> dict[str, Any]:
+    """The option of such a chart: values across, `labels` down. `errors` are the standard errors of ours: whiskers."""
     series: list[dict[str, Any]] = []
     rest = {model: values for model, values in paper.items() if model not in _MARKED}
     if rest:
@@ -27,8 +30,9 @@ def dots(labels: Sequence[str], paper: Scores, ours: Scores, *, unit: str) -> di
             data = _points(model, labels, paper[model])
             series.append(points(f"paper, {model}", data, symbol=symbol, symbolSize=size))
     for position, (run, values) in enumerate(ours.items()):
-        data = _points(run, labels, values)
-        series.append(points(run, data, position, symbol="diamond", symbolSize=11, z=4))
+        spread = (errors or {}).get(run) or [None] * len(labels)
+        data = _points(run, labels, values, spread)
+        series.append(points(run, data, position, symbol="diamond", symbolSize=11, z=4, **_whiskers(data)))
     return {
         "xAxis": {"type": "value", "name": unit, "scale": True},
         "yAxis": {"type": "category", "data": list(labels), "inverse": True, "splitLine": {"show": True}},
@@ -38,9 +42,23 @@ def dots(labels: Sequence[str], paper: Scores, ours: Scores, *, unit: str) -> di
     }
 
 
-def _points(model: str, labels: Sequence[str], values: Sequence[float | None]) -> list[dict[str, Any]]:
-    return [
-        {"name": f"{label}: {model}", "value": [rounded(value), label], "shown": rounded(value)}
-        for label, value in zip(labels, values)
-        if value is not None
+def _points(
+    model: str, labels: Sequence[str], values: Sequence[float | None], errors: Sequence[float | None] = ()
+) -> list[dict[str, Any]]:
+    found = []
+    for label, value, error in zip_longest(labels, values, errors):
+        if value is not None:
+            point = {"name": f"{label}: {model}", "value": [rounded(value), label], "shown": rounded(value)}
+            found.append(point if error is None else point | {"detail": f"± {error:.3g}", "error": error})
+    return found
+
+
+def _whiskers(data: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One standard error to both sides of every point that has one, as a line in the colour of the points."""
+    ends = [
+        [{"coord": [rounded(value - each["error"]), label]}, {"coord": [rounded(value + each["error"]), label]}]
+        for each in data
+        if "error" in each
+        for value, label in [each["value"]]
     ]
+    return {"markLine": {"data": ends, "lineStyle": {"type": "solid", "width": 1.5}}} if ends else {}

@@ -7,7 +7,7 @@ from typing import Literal
 from lt2_dashboards.figures.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.paper import CONTRADICTED, DOWNSTREAM, TASK_LABELS, TASKS, mean_of_tasks
-from lt2_dashboards.figures.store import evaluated
+from lt2_dashboards.figures.store import Evaluated, evaluated
 from lt2_dashboards.queries import Source
 
 
@@ -24,24 +24,42 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
     printed = DOWNSTREAM[size]
     paper = {model: [*row[:-1], mean_of_tasks(row)] for model, row in printed.items() if row is not None}
     labels = [*TASK_LABELS, "average"]
-    rows = [[run, "this store", *numbers] for run, numbers in ours.items()]
-    rows += [[model, "paper", *paper.get(model, [None] * 10)] for model in printed]
+    errors = {run.run: [*map(run.error, TASKS), None] for run in found[:MAX_RUNS]}
+    rows = [[run, "this store", *numbers, *errors[run][:-1]] for run, numbers in ours.items()]
+    rows += [[model, "paper", *paper.get(model, [None] * 10), *[None] * len(TASKS)] for model in printed]
     notes = [
         f"Paper: Table 2, {size}, 100B tokens of FineWeb-Edu, T = 4; averages are recomputed from the eight tasks."
     ]
+    if ours:
+        notes.append(
+            "± is one standard error. Perplexities of this store are on the runs' own held-out text and tokenizer: "
+            "compare them with each other, not with the paper's."
+        )
+    if few := [f"{run.run} ({asked})" for run in found[:MAX_RUNS] if (asked := _few(run))]:
+        notes.append(f"Quick looks, at so many items of a task where the paper has all: {', '.join(few)}.")
     differ = {model: row[-1] for model, row in printed.items() if row and abs(row[-1] - paper[model][-1]) >= 0.01}
     if differ:
         notes.append("The paper prints other averages: " + ", ".join(f"{m} {v:.2f}" for m, v in differ.items()) + ".")
     notes += [f"{model}: {say}." for (scale, model), say in CONTRADICTED.items() if scale == size]
     notes += [f"{model}: training diverged in the paper." for model, row in printed.items() if row is None]
     option = dots(
-        labels, {m: row[1:] for m, row in paper.items()}, {r: row[1:] for r, row in ours.items()}, unit="accuracy (%)"
+        labels,
+        {m: row[1:] for m, row in paper.items()},
+        {r: row[1:] for r, row in ours.items()},
+        unit="accuracy (%)",
+        errors=errors,
     )
     return Figure(
         f"Zero-shot accuracy (%), {size}",
         option,
-        ["model", "source", "PPL", *labels],
+        ["model", "source", "PPL", *labels, *(f"{label} ±" for label in TASK_LABELS)],
         lambda: rows,
         notes,
         produce="" if ours else "lt2 eval RUN --pack PACK --suite core",
     )
+
+
+def _few(run: Evaluated) -> str:
+    """The limits under which a run was asked the paper's tasks: "60", "60 to 100", or "" for none."""
+    limits = sorted({run.limits[task] for task in TASKS if task in run.limits})
+    return " to ".join(str(limit) for limit in dict.fromkeys((*limits[:1], *limits[-1:])))

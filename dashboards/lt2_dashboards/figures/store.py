@@ -21,6 +21,8 @@ NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is t
 AT_OWN_DEPTH = "e.rowid IN (SELECT place FROM own)"  # SQL: results of a model as it was trained
 # SQL: a number inside an evaluation row's JSON, in which a NaN must not end the query
 _PARAMETERS = "TRY_CAST(regexp_extract(e.row, '\"parameters\": ([0-9]+)', 1) AS BIGINT)"
+_STDERR = "TRY_CAST(regexp_extract(e.row, '\"stderr\": ([0-9.eE+-]+)', 1) AS DOUBLE)"
+_LIMIT = "TRY_CAST(regexp_extract(e.row, '\"limit\": ([0-9]+)', 1) AS BIGINT)"
 _RATIO = re.compile(r"(?!0+:0+$)[0-9]{1,4}:[0-9]{1,4}")
 LABELS = {
     "full": "Full",
@@ -68,11 +70,16 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One run with results. `scores` has (task, metric) -> value as stored; `standing` says which of two counts."""
+    """One run with results. `scores` has (task, metric) -> value as stored; `standing` says which of two counts.
+
+    `errors` has their standard errors where they were stored, `limits` how many items at most were asked of a task.
+    """
 
     run: str
     config: dict[str, Any]
     scores: dict[tuple[str, str], float] = field(default_factory=dict)
+    errors: dict[tuple[str, str], float] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
     parameters: int | None = None
     perplexity: float | None = None
 
@@ -86,8 +93,14 @@ class Evaluated:
 
     def accuracy(self, task: str) -> float | None:
         """Percent, with acc_norm where that is customary and the run has it."""
-        wanted = ("acc_norm", "acc") if task in NORMALISED else ("acc",)
-        return self.percent(task, *wanted)
+        return self.percent(task, *_customary(task))
+
+    def error(self, task: str) -> float | None:
+        """The standard error of `accuracy`, in its unit."""
+        found = next((key for metric in _customary(task) if (key := (task, metric)) in self.scores), None)
+        if found is None or found not in self.errors:
+            return None
+        return self.errors[found] if self.scores[found] > 1 else 100 * self.errors[found]
 
     def percent(self, task: str, *metrics: str) -> float | None:
         """The first of `metrics` that the run has, in percent."""
@@ -118,21 +131,33 @@ def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Eva
     rows = snapshot.query(
         "WITH newest AS (SELECT e.run, max(created) AS created FROM evals e LEFT JOIN runs USING (run) "
         f"WHERE {AT_OWN_DEPTH} {picked} GROUP BY e.run ORDER BY created DESC NULLS LAST, e.run LIMIT {MAX_RUNS}) "
-        f"SELECT e.run, e.task, e.metric, e.value, {PERPLEXITY}, {_PARAMETERS} "
+        f"SELECT e.run, e.task, e.metric, e.value, {PERPLEXITY}, {_PARAMETERS}, {_STDERR}, {_LIMIT} "
         f"FROM newest JOIN evals e USING (run) WHERE {AT_OWN_DEPTH} AND e.value IS NOT NULL "
         f"ORDER BY newest.created DESC NULLS LAST, e.run, {STANDING_SQL}, e.rowid",
         bound,
     )
     found: dict[str, dict[str, Any]] = {}
-    for run, task, metric, value, is_perplexity, parameters in rows:
-        entry = found.setdefault(run, {"scores": {}, "parameters": None, "perplexity": None})
-        entry["scores"][task or "", (metric or "acc").split(",")[0]] = value  # lm-eval writes "acc_norm,none"
+    for run, task, metric, value, is_perplexity, parameters, stderr, limit in rows:
+        entry = found.setdefault(
+            run, {"scores": {}, "errors": {}, "limits": {}, "parameters": None, "perplexity": None}
+        )
+        key = task or "", (metric or "acc").split(",")[0]  # lm-eval writes "acc_norm,none"
+        entry["scores"][key] = value
+        # Of an evaluation that is repeated these are the last one's too, or unknown.
+        for known, name, of in ((stderr, "errors", key), (limit, "limits", key[0])):
+            entry[name].pop(of, None)
+            if known is not None:
+                entry[name][of] = known
         entry["parameters"] = parameters or entry["parameters"]
         if is_perplexity:
             entry["perplexity"] = value
     infos = snapshot.runs(list(found))
     order = found if wanted is None else wanted
     return [Evaluated(run, infos[run].config if run in infos else {}, **found.get(run, {})) for run in order]
+
+
+def _customary(task: str) -> tuple[str, ...]:
+    return ("acc_norm", "acc") if task in NORMALISED else ("acc",)
 
 
 def known_runs(snapshot: Snapshot, runs: list[str]) -> dict[str, RunInfo]:

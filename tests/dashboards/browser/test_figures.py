@@ -34,10 +34,13 @@ def test_evaluations_that_are_no_numbers_are_shown_as_that(browser, tmp_path):
     store.create_run("diverged", {"config": {}}).close()
     store.log_eval("diverged", "validation", [{"task": "arc_easy", "metric": "acc", "value": math.nan}])
     store.log_eval("diverged", "validation", [{"task": "perplexity", "metric": "perplexity", "value": math.inf}])
+    store.log_eval("diverged", "validation", [{"task": "piqa", "metric": "acc", "value": 0.5, "stderr": 0.0625}])
     with visiting(browser, tmp_path / "store") as (page, address):
         page.goto(f"{address}/evaluations")
         page.locator("tr.ours").wait_for()
         assert page.locator("tr.ours").inner_text().split()[:5] == ["diverged", "this", "store", "inf", "NaN"]
+        assert page.locator("tr.ours td", has_text="50.00").inner_text() == "50.00 ± 6.25"
+        assert "±" not in page.locator("table.scores thead").inner_text()
         drawn(page)
 
 

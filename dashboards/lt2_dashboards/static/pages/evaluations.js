@@ -32,23 +32,28 @@ export function evaluationsPage(main) {
   }
 
   function draw() {
-    const { columns, rows } = body;
+    const { rows } = body;
+    const columns = body.columns.filter((name) => !name.endsWith(" ±"));
+    const errorOf = (row, column) => row[body.columns.indexOf(`${columns[column]} ±`)] ?? null; // beside its number, not in a column of its own
     const sort = params().sort ?? "";
     const index = columns.indexOf(sort.replace(/^-/, ""));
     const sign = sort.startsWith("-") ? -1 : 1;
     const place = new Map(rows.map((row, position) => [row[0] + row[1], position])); // colours follow the chart
     const shown = index < 0 ? rows : [...rows].sort((a, b) => (a[index] === null) - (b[index] === null) || sign * (typeof a[index] === "number" ? a[index] - b[index] : String(a[index]).localeCompare(String(b[index]))));
-    const best = columns.map((name, column) => {
-      const known = rows.map((row) => row[column]).filter((value) => typeof value === "number");
+    // The best of ours and the best of the paper's: perplexities of other data and tokenizers have another scale.
+    const bestOf = (paper) => columns.map((name, column) => {
+      const known = rows.filter((row) => (row[1] === "paper") === paper).map((row) => row[column]).filter((value) => typeof value === "number");
       return known.length < 2 ? undefined : name === "PPL" ? Math.min(...known) : Math.max(...known);
     });
+    const best = { ours: bestOf(false), paper: bestOf(true) };
     const header = (name, column) => h("th", { scope: "col", class: column > 1 ? "num" : "", "aria-sort": index === column ? (sign < 0 ? "descending" : "ascending") : undefined },
       h("button", { type: "button", onclick: () => setParams({ sort: sort === `-${name}` ? name : `-${name}` }) }, name, h("span", { class: "arrow", "aria-hidden": "true" }, index === column ? (sign < 0 ? "↓" : "↑") : "")));
     fill(table, h("table", { class: "runs scores" }, h("thead", {}, h("tr", {}, columns.map(header))), h("tbody", {}, shown.map((row) => {
       const ours = row[1] !== "paper";
       return h("tr", { class: ours ? "ours" : "paper", style: ours ? { "--run": colour(theme(), place.get(row[0] + row[1])) } : {} },
         h("th", { scope: "row", class: "pick-name" }, ours ? h("a", { href: `/runs/${row[0]}` }, row[0]) : row[0]), h("td", { class: "faint" }, row[1]),
-        row.slice(2).map((value, at) => h("td", { class: `num${value !== null && value === best[at + 2] ? " best" : ""}` }, typeof value === "number" ? value.toFixed(2) : number(value))));
+        row.slice(2, columns.length).map((value, at) => h("td", { class: `num${value !== null && value === best[ours ? "ours" : "paper"][at + 2] ? " best" : ""}` }, typeof value === "number" ? value.toFixed(2) : number(value),
+          typeof errorOf(row, at + 2) === "number" ? h("small", {}, ` ± ${errorOf(row, at + 2).toFixed(2)}`) : null)));
     }))));
   }
 
