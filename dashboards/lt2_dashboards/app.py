@@ -31,6 +31,7 @@ from lt2_dashboards.pipelines import read_trials, read_workflow, read_workflows
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
 from lt2_dashboards.runs_table import runs_page
+from lt2_dashboards.significance import significance
 from lt2_dashboards.steps import read_log, read_step
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,11 @@ def _add_api(app: FastAPI, source: Source) -> None:
     @app.get("/api/compare")
     def compare(request: Request, runs: str = "") -> Response:
         return answer(request, compare_page(source, [run for run in runs.split(",") if run]))
+
+    @app.get("/api/significance")
+    def significant(request: Request, runs: str = "") -> Response:
+        names = tuple(run for run in runs.split(",") if run)
+        return answer(request, source.remembered(("significance", names), lambda _: significance(source, list(names))))
 
     @app.get("/api/workflows")
     def workflows(request: Request) -> Response:

@@ -270,7 +270,9 @@ def test_compare_shows_what_differs_and_what_does_not(client):
     assert differs["train.lr"] == ["0.001", "0.002"]
     assert differs["model.layout.ratio"] == [None, "1:4"]
     assert page["same"]["model.dim"] == "64"
-    assert {"key": "validation/perplexity", "values": [11.0, 10.0]} in page["evals"]
+    assert {"key": "validation/perplexity", "values": [11.0, 10.0], "errors": [None] * 2, "items": [None] * 2} in page[
+        "evals"
+    ]
 
 
 def test_runs_are_paged(tmp_path):
@@ -338,6 +340,8 @@ def test_neither_a_quick_look_nor_an_older_checkpoint_replaces_full_results(tmp_
     assert body(client.get("/api/runs"))["rows"][0]["numbers"] == {"validation/arc_easy/acc": 0.6}
     (found,) = evaluated(Source(str(tmp_path)).snapshot())
     assert found.scores == {("arc_easy", "acc"): 0.6}
+    compared = body(client.get("/api/compare?runs=r"))["evals"]
+    assert compared == [{"key": "validation/arc_easy/acc", "values": [0.6], "errors": [None], "items": [2376]}]
 
 
 def test_sql_and_python_agree_on_which_result_stands_higher():

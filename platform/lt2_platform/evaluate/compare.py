@@ -91,10 +91,13 @@ def sign_test(fewer: int, n: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-def scores(folder: str) -> dict[Key, dict[Item, float]]:
-    """(task, metric) -> item -> score, of the samples below a folder; see `standing` for tasks evaluated repeatedly."""
+def scores(folder: str, depth: str | None = None) -> dict[Key, dict[Item, float]]:
+    """(task, metric) -> item -> score, of the samples below a folder; see `standing` for tasks evaluated repeatedly.
+
+    depth: only what lies in folders of this name, such as "loops-4".
+    """
     storage = Storage(folder)
-    paths = storage.glob("**/samples/*.jsonl")
+    paths = storage.glob(f"**/{depth}/samples/*.jsonl" if depth else "**/samples/*.jsonl")
     if not paths:
         raise ConfigError(f"{folder} holds no evaluation with samples; run `lt2 eval` first")
     depths = {path.rsplit("/", 3)[-3]: path.rsplit("/", 2)[0] for path in paths if path.count("/") >= 2}

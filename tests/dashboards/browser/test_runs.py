@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
@@ -143,6 +144,23 @@ def test_compare_from_the_table(page, site):
     drawn(page, 3)
     page.get_by_label("Take hybrid-2 out").click()
     page.get_by_text("Select two or more runs").wait_for()
+
+
+def test_compared_evaluations_say_how_sure_they_are(page, site):
+    for run, right, of in (("full-1", 0, 8), ("hybrid-2", 7, 10)):
+        row = {"task": "piqa", "metric": "acc", "value": right / of, "n": of, "stderr": 0.125}
+        site.store.log_eval(run, "validation", [row])
+        items = [
+            {"task": "piqa", "doc_id": i, "doc_hash": f"{i}", "scores": {"acc": int(i < right)}} for i in range(of)
+        ]
+        text = "\n".join(map(json.dumps, items))
+        site.store.storage.write_bytes(f"evals/{run}/e1/harness/loops-1/samples/piqa.jsonl", text.encode())
+    page.goto(f"{site.address}/compare?runs=full-1,hybrid-2")
+    row = page.locator("table.compare tr", has_text="validation/piqa/acc")
+    row.locator("small.sure").wait_for()
+    assert row.locator("td").all_inner_texts() == ["0± 0.138 items", "0.7± 0.1310 itemsp = 0.016"]
+    assert row.locator(".best").count() == 0  # of other items
+    assert "one standard error" in page.locator("main > .notes").inner_text()
 
 
 def test_columns_and_charts_are_chosen_one_after_the_other(page, site):

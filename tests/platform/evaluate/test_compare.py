@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.compare import compare, sign_test
+from lt2_platform.evaluate.compare import compare, scores, sign_test
 from lt2_platform.storage import Storage
 
 
@@ -90,6 +90,7 @@ def test_one_task_at_several_depths_is_not_compared_by_the_last_of_them(tmp_path
         compare(a, str(tmp_path / "b"))
     (row,) = compare(a, f"{tmp_path}/b/harness/loops-1")
     assert (row["n"], row["b"]) == (1, 1)
+    assert scores(str(tmp_path / "b"), "loops-2") == {("arc_easy", "acc"): {(0, "h0"): 0.0}}
 
 
 def test_what_cannot_be_compared_is_named(tmp_path):

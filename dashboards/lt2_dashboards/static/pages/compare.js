@@ -1,6 +1,6 @@
 // Several runs side by side: first what differs between them.
 
-import { poll, query } from "../api.js";
+import { get, poll, query } from "../api.js";
 import { figure, theme } from "../chart.js";
 import { curveControls, curveParams } from "../controls.js";
 import { fill, h, notice, status } from "../dom.js";
@@ -19,9 +19,10 @@ export function comparePage(main) {
   const same = h("details", { class: "same" });
   const tiles = TILES.map((metric) => [metric, figure("curves", { small: true, group: "compare" })]);
   const grid = h("section", { class: "tiles three", "aria-label": "Curves" }, tiles.map(([, tile]) => tile.element));
-  let body = null, asked = null, stop = () => {};
+  const caveat = h("div", { class: "notes" });
+  let body = null, asked = null, stop = () => {}, pairs = {}, pairsOf = null;
   fill(main, h("header", { class: "page-head" }, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/" }, "Runs"), " / "), h("h1", {}, "What differs")),
-    messages, table, same, h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element), grid);
+    messages, table, caveat, same, h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element), grid);
 
   function update() {
     const runs = params().runs ?? "";
@@ -41,8 +42,9 @@ export function comparePage(main) {
   function show() {
     const few = !body || body.runs.length < 2;
     fill(messages, few ? notice("empty", "Select two or more runs", "Tick runs in the table of runs and press Compare.", h("a", { href: "/" }, "All runs")) : null);
-    grid.hidden = table.hidden = few;
+    grid.hidden = table.hidden = caveat.hidden = few;
     if (few) return;
+    askPairs();
     const drop = (run) => setParams({ runs: asked.split(",").filter((other) => other !== run).join(",") });
     const head = h("tr", {}, h("td", {}), body.runs.map((run, index) => h("th", { scope: "col", style: { "--run": colour(theme(), index), "--run-line": dash(theme(), index) }, class: "run-head" },
       h("a", { href: `/runs/${run.run}` }, run.run), h("span", {}, status(run.status), h("button", { type: "button", class: "link", "aria-label": `Take ${run.run} out`, onclick: () => drop(run.run) }, "remove")))));
@@ -53,12 +55,40 @@ export function comparePage(main) {
       const best = bestOf(key, values);
       return h("tr", {}, h("th", { scope: "row" }, key), values.map((value, index) => h("td", { class: `num${best === index ? " best" : ""}` }, number(value), delta(values, index))));
     };
+    const evaluations = (row) => {
+      const { key, values, errors, items } = row;
+      const same = new Set(items.filter((count, index) => typeof values[index] === "number")).size < 2;
+      const best = same ? bestOf(key, values) : -1; // a quick look beside all items says nothing
+      const cell = (value, index) => {
+        const pair = pairs[body.runs[index].run]?.[key.split("/").slice(1).join("/")];
+        return h("td", { class: `num${best === index ? " best" : ""}` }, number(value), typeof errors[index] === "number" ? h("small", {}, `± ${number(errors[index], 2)}`) : null,
+          same || items[index] === null ? null : h("small", {}, `${number(items[index])} items`), delta(values, index),
+          pair ? h("small", { class: pair.p_value < 0.05 ? "sure" : "", title: `Over ${number(pair.n)} items that both answered: ${number(pair.difference, 3)} ± ${number(pair.stderr, 2)}` }, `p = ${pair.p_value < 0.001 ? "<0.001" : number(pair.p_value, 2)}`.replace("= <", "< ")) : null);
+      };
+      return h("tr", {}, h("th", { scope: "row" }, key), values.map(cell));
+    };
     const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, "These runs have the same settings."));
-    fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, numbers), group("Last logged values", body.metrics, numbers))));
+    fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, evaluations), group("Last logged values", body.metrics, numbers))));
     const keys = Object.keys(body.same);
     same.hidden = !keys.length;
     fill(same, h("summary", {}, `${keys.length} settings are the same`), h("dl", { class: "settings" }, keys.map((key) => [h("dt", {}, key), h("dd", {}, body.same[key])])));
     drawTiles();
+  }
+
+  // Reads every item of the evaluations, so it is asked once, and again when there are others.
+  function askPairs() {
+    const now = JSON.stringify([asked, body.evals]);
+    if (now === pairsOf) return;
+    pairsOf = now;
+    pairs = {};
+    fill(caveat);
+    get(`/api/significance${query({ runs: asked })}`).then(({ body: found }) => {
+      if (now !== pairsOf) return; // other runs meanwhile
+      pairs = found.pairs;
+      fill(caveat, Object.keys(pairs).length ? h("p", {}, "± is one standard error. p: how often chance alone makes so large a difference from the first run, over the items that both answered; of twenty such differences one is below 0.05 by chance. Seeds are another matter: repeat the run.") : null,
+        found.skipped.map((line) => h("p", {}, line)));
+      show();
+    }, (error) => fill(caveat, h("p", {}, `Whether the evaluations differ by more than chance is not known: ${error.message}`)));
   }
 
   // The difference from the first run, which is the baseline.

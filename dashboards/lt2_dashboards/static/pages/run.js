@@ -20,7 +20,7 @@ const stateOf = ({ status: own, attempt }) => (["running", "stalled"].includes(o
 function trouble(state, attempt, log) {
   const go = "Run the same command again: it goes on from the last checkpoint.";
   const [title, next] = {
-    failed: ["This run failed", `${go} With other settings it is another run, and this one stays as it is.`],
+    failed: ["This run failed", `Do what the error asks. ${go} With other settings it is another run, and this one stays as it is.`],
     interrupted: ["This run was interrupted", go],
     infrastructure: ["The machines under this run failed", `It is tried again by itself as often as resources.retries says. After that: ${go.charAt(0).toLowerCase()}${go.slice(1)}`],
     lost: ["The process of this run ended without a word", go],
@@ -35,7 +35,7 @@ function trouble(state, attempt, log) {
 function happened(events) {
   if (!events.length) return null;
   const said = ({ kind, message, checkpoint, state, reason, to }) => (kind === "evaluation" ? `of ${checkpoint} ${state}: ${reason}` : [message, kind === "rollback" ? `went back to ${to ?? "the start"}` : null].filter(Boolean).join("; "));
-  return h("section", { class: "panel wide" }, h("h2", {}, "What happened"), h("div", { class: "table-wrap", tabindex: "0" }, h("table", { class: "numbers events" }, h("tbody", {}, events.map((event) =>
+  return h("section", { class: "panel" }, h("h2", {}, "What happened"), h("div", { class: "table-wrap story", tabindex: "0" }, h("table", { class: "numbers events" }, h("tbody", {}, events.map((event) =>
     h("tr", {}, h("td", {}, date(event.time)), h("td", {}, event.kind), h("td", { class: "num" }, event.step === undefined ? "" : `step ${number(event.step)}`), h("td", { class: "said" }, said(event))))))));
 }
 
@@ -43,12 +43,13 @@ export function runPage(main, run) {
   const log = `/workflows/-/steps/${run}`;
   const header = h("header", { class: "page-head" });
   const messages = h("div");
+  const story = h("div");
   const controls = curveControls();
   const grid = h("section", { class: "tiles run-tiles", "aria-label": "Curves" });
   const side = h("section", { class: "panels" });
   const tiles = new Map();
   let body = null;
-  fill(main, header, messages, h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element), grid, side);
+  fill(main, header, messages, story, h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element), grid, side);
   fill(messages, h("p", { class: "quiet-note loading" }, "Reading the run…"));
   document.title = `${run} · LT2`;
 
@@ -84,8 +85,9 @@ export function runPage(main, run) {
       ]));
     fill(messages, trouble(state, body.attempt, log),
       body.skipped.length ? notice("warn", "Some of this run's files could not be read and are missing from the curves", ...body.skipped) : null);
+    fill(story, happened(body.events));
     drawTiles();
-    fill(side, happened(body.events), evaluations(), panel("Settings", body.config, true), panel("Summary", body.summary), panel("Provenance", body.info));
+    fill(side, evaluations(), panel("Settings", body.config, true), panel("Summary", body.summary), panel("Provenance", body.info));
   }
 
   function drawTiles() {

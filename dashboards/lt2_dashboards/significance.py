@@ -1,0 +1,58 @@
+"""Whether runs that are compared differ by more than chance: their evaluations item by item."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_dashboards.figures.store import known_runs
+from lt2_dashboards.queries import Source
+from lt2_dashboards.run_page import MAX_COMPARED
+from lt2_platform.evaluate.compare import Item, paired, scores
+from lt2_platform.results.store import RunInfo
+from lt2_platform.results.tables import flatten
+
+Scores = dict[tuple[str, str], dict[Item, float]]
+
+
+def significance(source: Source, run_ids: list[str]) -> dict[str, Any]:
+    """{"pairs": {run: {"task/metric": {difference, stderr, p_value, n}}}, "skipped"}: each run against the first one.
+
+    What `lt2 compare` prints of them, at the depths that they were trained at. Runs without stored items are left out.
+    Reads every item of every run: pages ask once, not at every look.
+    """
+    run_ids = list(dict.fromkeys(run_ids))
+    if len(run_ids) > MAX_COMPARED:
+        raise ConfigError(f"{len(run_ids)} runs to compare; at most {MAX_COMPARED}")
+    runs = list(known_runs(source.snapshot(), run_ids).values())
+    found: dict[str, Scores] = {}
+    skipped = []
+    for run in runs:
+        try:
+            found[run.run_id] = _scores(source, run)
+        except ValueError as error:  # a line of its samples is no JSON
+            skipped.append(f"the items of {run.run_id} cannot be read ({str(error)[:80]})")
+    first = found.get(runs[0].run_id, {}) if runs else {}
+    pairs = {run.run_id: _against(first, found.get(run.run_id, {})) for run in runs[1:]}
+    return {"pairs": {run: rows for run, rows in pairs.items() if rows}, "skipped": skipped}
+
+
+def _scores(source: Source, run: RunInfo) -> Scores:
+    folder = f"evals/{run.run_id}"
+    if not source.storage.glob(f"{folder}/**/samples/*.jsonl"):
+        return {}
+    settings = flatten(run.config)
+    loops = settings.get("model.n_loops", settings.get("n_loops"))
+    halts = any(
+        key.removeprefix("model.").startswith("halting") and value is not None for key, value in settings.items()
+    )
+    depth = f"loops-{loops}" + "-early-exit" * halts if isinstance(loops, int) else None
+    try:
+        return scores(source.storage.join(folder), depth)
+    except ConfigError:  # evaluated at other depths only
+        return {}
+
+
+def _against(first: Scores, other: Scores) -> dict[str, dict[str, Any]]:
+    rows = {"/".join(key): paired(first[key], other[key]) for key in sorted(first.keys() & other.keys())}
+    return {key: row for key, row in rows.items() if row["n"]}
