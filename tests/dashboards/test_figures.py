@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from scipy import stats
 
 from lt2.config import ConfigError
 from lt2_dashboards.export import static_html
@@ -132,8 +133,8 @@ def test_downstream_shows_errors_and_says_what_is_no_fair_comparison(tmp_path):
     figure = downstream(Source(str(tmp_path)))
     assert figure.rows[0][figure.columns.index("HellaSwag ±")] == pytest.approx(5.0)  # of acc_norm, in percent
     assert figure.rows[0][figure.columns.index("ARC-E ±")] is None
-    (ours,) = [series for series in figure.option["series"] if series["name"] == "quick"]
-    assert ours["markLine"]["data"] == [[{"coord": [45.0, "HellaSwag"]}, {"coord": [55.0, "HellaSwag"]}]]
+    whiskers, ours = [series for series in figure.option["series"] if series["name"] == "quick"]
+    assert whiskers["data"] == [[45.0, "HellaSwag"], [55.0, "HellaSwag"], [None, "HellaSwag"]]
     assert ours["data"][0]["detail"] == "± 5"
     assert any("quick (60)" in note for note in figure.notes)
     assert any("not with the paper's" in note for note in figure.notes)
@@ -182,6 +183,36 @@ def test_sweep_has_an_axis_for_every_setting_that_differs(source):
     assert {row[0]: row[lr] for row in figure.rows}["hybrid-2"] == "0.002"
     assert [row[0] for row in draw(FIGURES["sweep"], source, {"q": "lr>1.5e-3"}).rows] == ["hybrid-2"]
     assert "No run" in draw(FIGURES["sweep"], source, {"metric": "nonsense"}).option["empty"]
+
+
+def test_configurations_over_their_seeds_best_first_with_the_odds_of_chance(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    losses = {(1e-3, 0): 2.0, (1e-3, 1): 2.2, (6e-3, 0): 1.0, (6e-3, 1): 1.1, (9e-3, 0): 3.0}
+    # 60 settings that differ are more than a table has columns for: they still tell configurations apart.
+    more = {f"option_{number}": number for number in range(60)}
+    for (lr, seed), loss in losses.items():
+        config = {"train": {"lr": lr, "seed": seed}, **{key: value * lr for key, value in more.items()}}
+        with store.create_run(f"lr-{lr:g}-{seed}", {"config": config}) as writer:
+            writer.log(1, {"loss": loss, "acc": -loss})
+    figure = draw(FIGURES["seeds"], Source(str(tmp_path)), {"metric": "loss"})
+    results = [row[-5:] for row in figure.rows]
+    assert [(n, names) for n, *_, names in results] == [
+        (2, "lr-0.006-1, lr-0.006-0"),
+        (2, "lr-0.001-1, lr-0.001-0"),
+        (1, "lr-0.009-0"),
+    ]
+    assert results[0][1:4] == [pytest.approx(1.05), pytest.approx(math.sqrt(0.005)), None]
+    assert results[1][3] == pytest.approx(stats.ttest_ind([1.0, 1.1], [2.0, 2.2], equal_var=False).pvalue)
+    assert results[2][1:4] == [3.0, None, None]  # of one run nobody knows the spread
+    spans, means = figure.option["series"]
+    assert len(spans["data"]) == 6
+    assert [point["value"][0] for point in means["data"]] == [1.05, 2.1, 3.0]
+    assert len(set(figure.option["yAxis"]["data"])) == 3
+    upwards = draw(FIGURES["seeds"], Source(str(tmp_path)), {"metric": "acc"})
+    assert [row[-4] for row in upwards.rows] == [pytest.approx(value) for value in (-1.05, -2.1, -3.0)]
+    one = draw(FIGURES["seeds"], Source(str(tmp_path)), {"metric": "loss", "q": "lr=0.001"})
+    assert one.option["yAxis"]["data"] == ["all settings"]
+    assert "acc2" in draw(FIGURES["seeds"], Source(str(tmp_path)), {"metric": "acc2"}).option["empty"]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def series(found: Figure, name: str) -> list[dict]:
 
 
 NEEDS_PARAMETERS = {"curves"}
-PRODUCED_ELSEWHERE = {"cost_vs_length", "layouts", "sweep"}  # drawn from settings and from any runs
+PRODUCED_ELSEWHERE = {"cost_vs_length", "layouts", "sweep", "seeds"}  # drawn from settings and from any runs
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - NEEDS_PARAMETERS))

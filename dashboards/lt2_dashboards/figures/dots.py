@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lt2_dashboards.figures.figure import rounded
-from lt2_dashboards.figures.series import points
+from lt2_dashboards.figures.series import points, whiskers
 
 MAX_RUNS = 40  # newest first
 Scores = Mapping[str, Sequence[float | None]]  # model -> one value per label
@@ -32,7 +32,13 @@ def dots(
     for position, (run, values) in enumerate(ours.items()):
         spread = (errors or {}).get(run) or [None] * len(labels)
         data = _points(run, labels, values, spread)
-        series.append(points(run, data, position, symbol="diamond", symbolSize=11, z=4, **_whiskers(data)))
+        spans = [
+            (label, rounded(value - error), rounded(value + error))
+            for label, value, error in zip(labels, values, spread)
+            if value is not None and error is not None
+        ]
+        series += whiskers(run, spans, position)
+        series.append(points(run, data, position, symbol="diamond", symbolSize=11, z=4))
     return {
         "xAxis": {"type": "value", "name": unit, "scale": True},
         "yAxis": {"type": "category", "data": list(labels), "inverse": True, "splitLine": {"show": True}},
@@ -49,16 +55,5 @@ def _points(
     for label, value, error in zip_longest(labels, values, errors):
         if value is not None:
             point = {"name": f"{label}: {model}", "value": [rounded(value), label], "shown": rounded(value)}
-            found.append(point if error is None else point | {"detail": f"± {error:.3g}", "error": error})
+            found.append(point if error is None else point | {"detail": f"± {error:.3g}"})
     return found
-
-
-def _whiskers(data: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One standard error to both sides of every point that has one, as a line in the colour of the points."""
-    ends = [
-        [{"coord": [rounded(value - each["error"]), label]}, {"coord": [rounded(value + each["error"]), label]}]
-        for each in data
-        if "error" in each
-        for value, label in [each["value"]]
-    ]
-    return {"markLine": {"data": ends, "lineStyle": {"type": "solid", "width": 1.5}}} if ends else {}

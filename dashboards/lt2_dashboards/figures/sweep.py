@@ -24,14 +24,15 @@ def sweep(source: Source, *, q: str = "", metric: str = "loss") -> Figure:
     snapshot = source.snapshot()
     runs, varying = matching(snapshot, now=source.clock(), q=q, metric=metric, limit=MAX_RUNS)
     keys = varying[:MAX_AXES]
-    settings = _settings(snapshot, [run for run, _ in runs], keys)
+    settings = settings_of(snapshot, [run for run, _ in runs], keys)
     rows = [[run, *(settings[run].get(key, (None, None))[0] for key in keys), value] for run, value in runs]
     notes = [f"{len(varying) - MAX_AXES} more settings differ and are not drawn."] if len(varying) > MAX_AXES else []
     option = _option(runs, keys, settings, metric)
     return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, notes)
 
 
-def _settings(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:
+def settings_of(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:
+    """By run and key a setting as text, and as a number if it is one."""
     found = snapshot.query(
         "SELECT run, key, text, number FROM config WHERE list_contains(?, run) AND list_contains(?, key)", [runs, keys]
     )

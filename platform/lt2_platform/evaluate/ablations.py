@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lt2.config import ConfigError
 from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, average, scores_of
 
@@ -131,6 +133,23 @@ def mean_std(values: Sequence[float]) -> tuple[float | None, float | None]:
     if len(values) < 2:
         return mean, None
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Two-sided p-value of equal means by Welch's t-test; None below two values on a side, or where nothing spreads."""
+    (mean_a, std_a), (mean_b, std_b) = mean_std(a), mean_std(b)
+    if mean_a is None or mean_b is None or std_a is None or std_b is None or std_a == std_b == 0:
+        return None
+    of_a, of_b = std_a**2 / len(a), std_b**2 / len(b)
+    t = abs(mean_a - mean_b) / math.sqrt(of_a + of_b)
+    degrees = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
+    # Both tails of Student's distribution beyond t: with t = sqrt(degrees) tan(angle) its density is a power of cos.
+    low = math.atan(t / math.sqrt(degrees))
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+    half = (math.pi / 2 - low) / 2
+    tail = half * float(weights @ np.cos(low + half * (nodes + 1)) ** (degrees - 1))
+    scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    return min(1.0, 2 * math.exp(scale) / math.sqrt(math.pi) * tail)
 
 
 def plus_minus(mean: float | None, spread: float | None, digits: int = 2) -> str:

@@ -104,9 +104,15 @@ def test_a_figure_that_cannot_be_drawn_says_so_where_one_looks(page, site):
 
 def test_sweeps(page, site):
     page.goto(f"{site.address}/sweeps?metric=validation/perplexity")
-    drawn(page)
-    assert page.locator("tbody tr").count() == 2
-    assert option(page)["parallelAxis"][-1]["name"] == "validation/perplexity"
+    drawn(page, 2)
+    until(page, "document.querySelectorAll('.table-wrap').length === 2")
+    by_configuration, by_run = page.locator(".table-wrap").all()
+    assert [row.split("\t")[-1] for row in by_configuration.locator("tbody tr").all_inner_texts()] == [
+        "hybrid-2",
+        "full-1",
+    ]
+    assert by_run.locator("tbody tr").count() == 2
+    assert option(page, 1)["parallelAxis"][-1]["name"] == "validation/perplexity"
 
 
 def test_figure_page_exports_and_table(page, site, browser, tmp_path):

@@ -6,7 +6,9 @@ import csv
 import io
 import math
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
@@ -74,3 +76,18 @@ def test_tables_are_those_of_the_paper():
     assert deltas == [-0.48, -0.28, -0.19]  # as the paper prints them
     with pytest.raises(ConfigError, match="no ablation table 'x'; it has ratio, pattern"):
         ablations.paper_table("x")
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 2), (2, 7), (5, 3), (40, 30)])
+@pytest.mark.parametrize("apart", [0.0, 0.5, 3.0, 500.0])
+def test_welchs_test_is_scipys(n, m, apart):
+    random = np.random.default_rng(n)
+    a, b = random.normal(size=n).tolist(), (3 * random.normal(size=m) + apart).tolist()
+    expected = stats.ttest_ind(a, b, equal_var=False).pvalue
+    assert ablations.welch(a, b) == pytest.approx(expected, rel=1e-5, abs=0)
+
+
+def test_welchs_test_needs_a_spread():
+    assert ablations.welch([1.0], [1.0, 2.0]) is None
+    assert ablations.welch([], [1.0, 2.0]) is None
+    assert ablations.welch([1.0, 1.0], [2.0, 2.0]) is None

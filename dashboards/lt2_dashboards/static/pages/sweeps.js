@@ -1,4 +1,4 @@
-// Settings that vary against one result, over all runs that match a filter.
+// One result of all runs that match a filter: by configuration over its seeds, and by the settings that vary.
 
 import { get, query } from "../api.js";
 import { figure, numbers } from "../chart.js";
@@ -9,11 +9,13 @@ export function sweepsPage(main) {
   const search = h("input", { type: "search", class: "search", placeholder: "Filter: words, lr>1e-3, layout.type=hybrid", "aria-label": "Filter runs", spellcheck: "false" });
   const metric = h("select", { "aria-label": "Result", onchange: () => setParams({ metric: metric.value }) });
   const chart = figure("sweep", { onBody: (body) => fill(table, numbers(sorted(body))) });
+  const means = figure("seeds", { onBody: (body) => { configurations.hidden = !body.rows.length; fill(configurations, numbers(body)); } });
+  const configurations = h("div", { class: "table-wrap", tabindex: "0" });
   const table = h("div", { class: "table-wrap", tabindex: "0" });
   let typing, known = [];
-  fill(main, h("header", { class: "page-head" }, h("h1", {}, "Sweeps")), h("div", { class: "toolbar" }, search, h("label", { class: "controls" }, "result ", metric)), h("div", { class: "medium" }, chart.element), table);
+  fill(main, h("header", { class: "page-head" }, h("h1", {}, "Sweeps")), h("div", { class: "toolbar" }, search, h("label", { class: "controls" }, "result ", metric)), h("div", { class: "medium" }, means.element), configurations, h("div", { class: "medium" }, chart.element), table);
   search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => setParams({ q: search.value.trim() }), 250); });
-  const timer = setInterval(() => { if (!document.hidden) chart.reload(); }, 5000);
+  const timer = setInterval(() => { if (!document.hidden) { means.reload(); chart.reload(); } }, 5000);
 
   const sorted = ({ columns, rows }) => ({ columns, rows: [...rows].sort((a, b) => a.at(-1) - b.at(-1)) });
 
@@ -27,8 +29,9 @@ export function sweepsPage(main) {
     if (document.activeElement !== search) search.value = q ?? "";
     drawMetrics();
     get(`/api/runs${query({ q })}`).then(({ body }) => { known = body.metrics; drawMetrics(); }, () => {});
+    means.load({ q, metric: chosen });
     chart.load({ q, metric: chosen });
   }
   update();
-  return { update, destroy() { clearInterval(timer); clearTimeout(typing); chart.destroy(); } };
+  return { update, destroy() { clearInterval(timer); clearTimeout(typing); means.destroy(); chart.destroy(); } };
 }

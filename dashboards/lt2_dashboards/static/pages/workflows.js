@@ -162,7 +162,7 @@ function stepPanel(parent, id) {
     const [texts, values] = partition(body.result, (value) => typeof value === "string" && value.includes("\n"));
     fill(reports, Object.values(texts).map((text) => h("section", { class: "panel" }, h("h2", {}, "Report"), h("pre", { class: "log report", tabindex: "0" }, text.replace(/^\n+|\s+$/g, "")))));
     fill(side, list("Result", values), list("Settings", body.config));
-    if (body.sweep) stopTrials ??= poll(`/api/steps/${encodeURIComponent(id)}/trials`, (found) => fill(trials, trialsPanel(found)), (error) => fill(trials, notice("error", "The trials cannot be shown", error.message)), { every: 5000 });
+    if (body.sweep) stopTrials ??= poll(`/api/steps/${encodeURIComponent(id)}/trials`, (found) => fill(trials, trialsPanel(found, id)), (error) => fill(trials, notice("error", "The trials cannot be shown", error.message)), { every: 5000 });
   }
 
   function showLog({ text, cut: missing }) {
@@ -176,10 +176,10 @@ function stepPanel(parent, id) {
   return () => { stop(); stopLog(); stopTrials?.(); };
 }
 
-function trialsPanel({ trials, states, skipped, left_out: more }) {
+function trialsPanel({ trials, states, skipped, left_out: more }, sweep) {
   if (!trials.length) return [unreadable(skipped), h("p", { class: "quiet-note" }, "No trial has started yet.")];
   const rows = trials.map((trial) => [...cells(trial), h("td", { class: "why faint", title: trial.error ?? "" }, trial.error ?? "")]);
-  return h("section", { class: "panel trials" }, h("h2", {}, "Trials"), unreadable(skipped), h("div", { class: "chips" }, Object.entries(states).map(([state, count]) => h("span", {}, status(state), ` ${number(count)}`))),
+  return h("section", { class: "panel trials" }, h("h2", {}, "Trials", h("span", { class: "links" }, h("a", { href: `/sweeps?metric=${encodeURIComponent(`sweep/${sweep}/PPL`)}` }, "Perplexity by configuration"))), unreadable(skipped), h("div", { class: "chips" }, Object.entries(states).map(([state, count]) => h("span", {}, status(state), ` ${number(count)}`))),
     table(["trial", "state", "steps", "error"], rows), more ? h("p", { class: "quiet-note" }, `${plural(more, "more trial")} ${more === 1 ? "is" : "are"} not shown.`) : null);
 }
 

@@ -1,0 +1,97 @@
+"""One result of every configuration over its seeds: mean, spread, and whether the best is so by more than chance."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lt2.config import ConfigError
+from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.repeats import SEEDS
+from lt2_dashboards.figures.series import points, whiskers
+from lt2_dashboards.figures.sweep import MAX_AXES, MAX_RUNS, settings_of
+from lt2_dashboards.queries import Snapshot, Source
+from lt2_dashboards.runs_table import MAX_QUERY, matching
+from lt2_platform.evaluate.ablations import mean_std, welch
+
+DRAWN = 30  # configurations, the best ones
+LOWER_IS_BETTER = re.compile(r"loss|ppl|perplexity|kl|_time|wait|stall|bytes|memory|spikes", re.IGNORECASE)
+
+
+def seeds(source: Source, *, q: str = "", metric: str = "loss") -> Figure:
+    """A result by configuration, best first: mean and standard deviation over seeds, and the p-value against the best.
+
+    Runs are of one configuration if they differ in their seeds only. `q` filters runs as in the runs table, `metric` is
+    a logged metric's last value or an evaluation (name/task/metric).
+    """
+    if len(q) > MAX_QUERY:
+        raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
+    snapshot = source.snapshot()
+    runs, varying = matching(snapshot, now=source.clock(), q=q, metric=metric, limit=MAX_RUNS)
+    keys = [key for key in varying if key.rpartition(".")[2] not in SEEDS][:MAX_AXES]
+    settings = settings_of(snapshot, [run for run, _ in runs], keys)
+    sign = 1 if LOWER_IS_BETTER.search(metric) else -1
+    groups = sorted(_groups(snapshot, runs).values(), key=lambda group: sign * (mean_std(_values(group))[0] or 0.0))
+    rows: list[list[Any]] = []
+    for group in groups:
+        shown = [settings[group[0][0]].get(key, ("not set", None))[0] for key in keys]
+        mean, deviation = mean_std(_values(group))
+        p_value = welch(_values(groups[0]), _values(group)) if group is not groups[0] else None
+        rows.append([*shown, len(group), mean, deviation, p_value, ", ".join(run for run, _ in group)])
+    columns = [*keys, "runs", metric, "standard deviation", "p against the best", "names"]
+    better = "lowest" if sign > 0 else "highest"
+    notes = [
+        f"Bars are one standard deviation over seeds. Best is the {better}. p: Welch's t-test of the means, which "
+        "needs two runs of both; among many configurations one is the best by chance."
+    ]
+    if len(groups) > DRAWN:
+        notes.append(f"Drawn are the best {DRAWN} of {len(groups)} configurations.")
+    return Figure(f"{metric} by configuration", _option(rows[:DRAWN], keys, metric), columns, lambda: rows, notes)
+
+
+def _groups(snapshot: Snapshot, runs: list[tuple[str, float]]) -> dict[str, list[tuple[str, float]]]:
+    """The runs by what is the same in them: all of their settings, also the many that no table shows, but the seeds."""
+    found = snapshot.query(
+        "SELECT run, md5(string_agg(concat(key, '=', text), chr(10) ORDER BY key)) FROM config "
+        "WHERE list_contains(?, run) AND NOT list_contains(?, regexp_replace(key, '^.*\\.', '')) GROUP BY run",
+        [[run for run, _ in runs], sorted(SEEDS)],
+    )
+    same, groups = dict(found), {}
+    for run, value in runs:
+        groups.setdefault(same.get(run, ""), []).append((run, value))
+    return groups
+
+
+def _values(group: list[tuple[str, float]]) -> list[float]:
+    return [value for _, value in group]
+
+
+def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, Any]:
+    if not rows:
+        return {"series": [], "empty": f"No run that matches has the result {metric!r}."}
+    labels: list[str] = []
+    for row in rows:
+        label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in zip(keys, row) if text != "null")
+        label = label or "all settings"
+        labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
+    data, spans = [], []
+    for label, (n, mean, deviation, p_value, _) in zip(labels, (row[len(keys) :] for row in rows)):
+        told = [f"{n} run" + "s" * (n > 1)]
+        if deviation is not None:
+            told.append(f"± {deviation:.3g}")
+            spans.append((label, rounded(mean - deviation), rounded(mean + deviation)))
+        if p_value is not None:
+            told.append(f"p = {p_value:.2g} against the best")
+        data.append({"name": label, "value": [rounded(mean), label], "shown": rounded(mean), "detail": ", ".join(told)})
+    return {
+        "xAxis": {"type": "value", "name": metric, "scale": True},
+        "yAxis": {
+            "type": "category",
+            "data": labels,
+            "inverse": True,
+            "splitLine": {"show": True},
+            "axisLabel": {"width": 320, "overflow": "truncate"},
+        },
+        "series": [*whiskers(metric, spans, 0), points(metric, data, 0, symbolSize=10, z=4)],
+        "tooltip": {"trigger": "item"},
+    }
