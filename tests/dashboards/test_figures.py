@@ -13,7 +13,8 @@ from statistics import fmean
 import pytest
 from scipy import stats
 
-from lt2.config import ConfigError
+from lt2.analysis.accounting import training_flops
+from lt2.config import ConfigError, ModelConfig
 from lt2_dashboards.export import static_html
 from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures.curves import curves
@@ -53,6 +54,43 @@ def test_curve_over_time_and_smoothed(source):
     first, second = 2 + 8 + 1e-3, 2 + 4 + 1e-3
     assert smooth[0][1] == pytest.approx(first)  # no pull towards zero at the start
     assert smooth[1][1] == pytest.approx((0.5 * first + second) / 1.5, rel=1e-5)
+
+
+def test_curves_by_tokens_and_by_flops(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    sizes = {"vocab_size": 100, "dim": 32, "n_layers": 2, "num_heads": 2, "layout": layout("gdn")}
+    for name, n_loops in (("once", 1), ("thrice", 3)):
+        config = {"model": {**sizes, "n_loops": n_loops}, "train": {"global_batch_size": 4}}
+        with store.create_run(name, {"config": config}) as writer:
+            for step in range(1, 3001):  # more than a curve keeps: points are the ends of buckets
+                writer.log(step, {"loss": 1 / step, "tokens": 4 * 64 * step})
+    with store.create_run("silent", {}) as writer:
+        writer.log(1, {"loss": 1.0})
+    with store.create_run("foreign", {"config": {"model": {"layout": {"type": "of another world"}}}}) as writer:
+        writer.log(1, {"loss": 1.0, "tokens": 10})
+    source, runs = Source(str(tmp_path)), ["once", "thrice", "silent", "foreign"]
+    by_tokens = curves(source, runs=runs, x="tokens", points=100)
+    assert by_tokens.option["xAxis"]["name"] == "tokens"
+    last = [line[-1][0] for line in lines(by_tokens).values()]
+    assert last == [768_000, 768_000, 10]
+    assert by_tokens.notes == ["silent is not on this axis: it has logged no tokens."]
+    steps = curves(source, runs=["once"], points=100)
+    assert [at / 256 for at, _ in lines(by_tokens)["once"]] == [step for step, _ in lines(steps)["once"]]
+    by_flops = curves(source, runs=runs, x="flops")
+    for name, n_loops in (("once", 1), ("thrice", 3)):
+        model = ModelConfig.model_validate({**sizes, "n_loops": n_loops})
+        assert lines(by_flops)[name][-1][0] == pytest.approx(768_000 * training_flops(model, 64), rel=1e-5)
+    assert by_flops.columns[3] == "training FLOPs (3 × forward)"
+    assert by_flops.rows[0][3] == pytest.approx(
+        256 * training_flops(ModelConfig.model_validate(sizes | {"n_loops": 1}), 64)
+    )
+    assert by_flops.notes[1] == "foreign is not on this axis: its settings say no train.global_batch_size."
+    with store.create_run(
+        "unknown", {"config": {"model": {"layout": {}}, "train": {"global_batch_size": 1}}}
+    ) as writer:
+        writer.log(1, {"loss": 1.0, "tokens": 10})
+    (note,) = curves(Source(str(tmp_path)), runs=["unknown"], x="flops").notes
+    assert note.startswith("unknown is not on this axis: its model cannot be counted")
 
 
 def test_values_that_cannot_be_drawn_are_counted(source):
@@ -220,7 +258,7 @@ def test_configurations_over_their_seeds_best_first_with_the_odds_of_chance(tmp_
     [
         ({}, "curves: parameter 'runs' is missing"),
         ({"runs": "full-1", "rnus": "x"}, "curves: no parameter 'rnus'; it takes runs, metric"),
-        ({"runs": "full-1", "x": "loss"}, "curves: x='loss': Input should be 'step' or 'time'"),
+        ({"runs": "full-1", "x": "loss"}, "curves: x='loss': Input should be 'step', 'tokens', 'flops' or 'time'"),
         ({"runs": "full-1", "smooth": "much"}, "curves: smooth='much'"),
         ({"runs": "nope"}, "no run 'nope'"),
         ({"runs": "x" * 201}, "longer than 200"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lt2_dashboards.figures.across import NAMES, X, across
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.store import known_runs
 from lt2_dashboards.queries import Source
@@ -40,7 +41,7 @@ def curves(
     *,
     runs: list[str],
     metric: str = "loss",
-    x: Literal["step", "time"] = "step",
+    x: X = "step",
     log: bool = False,
     smooth: int = 0,
     full: bool = False,
@@ -50,13 +51,13 @@ def curves(
 
     The gradient norm of many runs is drawn as the largest in each bucket.
 
-    `x` is the step or the hours since the run started, `log` a logarithmic value axis, `smooth` the half-life, in
-    points, of an exponential moving average drawn instead of the raw mean. Unless `full`, the value axis of a loss ends
-    where the loss is after the first 3 % of training, so that later differences can be seen. `points` is how many each
-    line may have (a small chart needs fewer); the table has all that are stored.
+    `x` is the step, the tokens or FLOPs spent until then, or the hours since the run started, `log` a logarithmic value
+    axis, `smooth` the half-life, in points, of an exponential moving average drawn instead of the raw mean. Unless
+    `full`, the value axis of a loss ends where the loss is after the first 3 % of training, so that later differences
+    can be seen. `points` is how many each line may have (a small chart needs fewer); the table has all that are stored.
     """
     known = known_runs(source.snapshot(), runs)
-    series, found, notes, empty = [], {}, [], []
+    series, found, notes, empty, unplaced = [], {}, [], [], {}
     for position, run in enumerate(runs):
         loaded = source.curves(known[run])
         notes += [f"{problem}" for problem in loaded.skipped]
@@ -64,56 +65,69 @@ def curves(
         if curve.num_rows == 0:
             empty.append(run)
             continue
-        start = known[run].created
-        found[run] = (curve, start)
+        places = across(x, curve, known[run], loaded.table)
+        if isinstance(places, str):
+            unplaced[run] = places
+            continue
+        found[run] = (curve, known[run].created, places)
         drawn = refit(curve, max(100, min(points, POINTS_ON_SCREEN // len(runs))))
-        series += _lines(run, position, drawn, start, x, band=len(runs) <= 3 and not log and not smooth, smooth=smooth)
+        ends = np.searchsorted(curve["step"].to_numpy(), drawn["step"].to_numpy())  # a wider bucket ends where one did
+        series += _lines(
+            run, position, drawn, places[ends], band=len(runs) <= 3 and not log and not smooth, smooth=smooth
+        )
         if bad := int(np.sum(curve["nonfinite"].to_numpy())):
             values = "1 value is" if bad == 1 else f"{bad:,} values are"
             notes.append(f"{run}: {values} NaN or infinite and not drawn.")
     if empty and len(empty) < len(runs):
         notes.append(f"Not logged by {', '.join(empty[:5])}{' and others' if len(empty) > 5 else ''}.")
+    notes += [f"{run} is not on this axis: {why}." for run, why in list(unplaced.items())[:5]]
     top = None if full or log or "loss" not in metric else _top(series)
     if top is not None:
         notes.append(START_CUT)
     title = TITLES.get(metric) or re.sub(
         r"^rho_norm_(\d+)$", lambda loop: f"Norm of rho, loop {int(loop[1]) + 1}", metric
     )
-    columns = ["run", "step", "hours", "min", "mean", "max"]
+    more = [NAMES[x]] if x in ("tokens", "flops") else []
+    columns = ["run", "step", "hours", *more, "min", "mean", "max"]
     links = {START_CUT: {"full": "1"}}
-    return Figure(title, _option(series, metric, x, log, top), columns, lambda: _table(found), notes, links=links)
+    return Figure(
+        title, _option(series, metric, x, log, top), columns, lambda: _table(found, bool(more)), notes, links=links
+    )
 
 
-def _table(found: dict[str, tuple[pa.Table, float]]) -> list[list[Any]]:
+def _table(found: dict[str, tuple[pa.Table, float, np.ndarray]], with_places: bool) -> list[list[Any]]:
     rows: list[list[Any]] = []
-    for run, (curve, start) in found.items():
-        columns = zip(*(curve[name].to_pylist() for name in ("step", "time", "min", "mean", "max")))
-        rows += [[run, step, round((time - start) / 3600, 6), *values] for step, time, *values in columns]
+    for run, (curve, start, places) in found.items():
+        columns = zip(places.tolist(), *(curve[name].to_pylist() for name in ("step", "time", "min", "mean", "max")))
+        rows += [
+            [run, step, round((time - start) / 3600, 6), *([place] if with_places else []), *values]
+            for place, step, time, *values in columns
+        ]
     return rows
 
 
 def _lines(
-    run: str, position: int, curve: pa.Table, start: float, x: str, *, band: bool, smooth: int
+    run: str, position: int, curve: pa.Table, places: np.ndarray, *, band: bool, smooth: int
 ) -> list[dict[str, Any]]:
     banded = band and int(curve["width"].to_numpy().max()) > 1
     metric = curve["metric"][0].as_py()
-    across = curve["step"].to_pylist() if x == "step" else ((curve["time"].to_numpy() - start) / 3600).tolist()
     # Gradient spikes are what one looks for, and a mean over a bucket would hide them; the band shows them already.
     value = curve["max" if metric in SPIKY and not banded and not smooth else "mean"].to_numpy()
-    across = [rounded(value) if x == "time" else value for value in across]
+    at = places.tolist()  # steps are whole numbers, of which every digit counts
+    at = [rounded(value) if isinstance(value, float) else value for value in at]
     line = {
         "type": "line",
         "name": run,
         "colorIndex": position,
         "showSymbol": curve.num_rows < 2,
-        "data": [[a, rounded(v)] for a, v in zip(across, _smoothed(value, smooth))],
+        "data": [[a, rounded(v)] for a, v in zip(at, _smoothed(value, smooth))],
     }
     if not banded:
         return [line]
     low, high = curve["min"].to_numpy(), curve["max"].to_numpy()
     common = {"type": "line", "name": run, "stack": f"range {run}", "band": True, "colorIndex": position}
-    below = {**common, "data": [[a, rounded(v)] for a, v in zip(across, low)]}
-    range_ = {**common, "areaStyle": {"opacity": 0.16}, "data": [[a, rounded(v)] for a, v in zip(across, high - low)]}
+    below = {**common, "data": [[a, rounded(v)] for a, v in zip(at, low)]}
+    range_ = {**common, "areaStyle": {"opacity": 0.16}, "data": [[a, rounded(v)] for a, v in zip(at, high - low)]}
     return [below, range_, line]
 
 
@@ -143,7 +157,7 @@ def _smoothed(values: np.ndarray, half_life: int) -> list[float]:
 def _option(series: list[dict[str, Any]], metric: str, x: str, log: bool, top: float | None) -> dict[str, Any]:
     end = {} if top is None else {"max": top, "axisLabel": {"showMaxLabel": False}}
     return {
-        "xAxis": {"type": "value", "name": "step" if x == "step" else "hours", "max": "dataMax"},
+        "xAxis": {"type": "value", "name": NAMES[x], "max": "dataMax"},
         "yAxis": {"type": "log" if log else "value", "scale": metric != "lr", **end},
         "series": series,
         "tooltip": {"trigger": "axis"},

@@ -3,7 +3,8 @@
 import { h } from "./dom.js";
 import { params, setParams } from "./url.js";
 
-export const curveParams = (given = params()) => ({ x: given.x === "time" ? "time" : undefined, log: given.log === "1", smooth: Number(given.smooth) || undefined, points: TILE_POINTS });
+const AXES = [["tokens", "by tokens"], ["flops", "by FLOPs"], ["time", "by hours"]];
+export const curveParams = (given = params()) => ({ x: AXES.some(([axis]) => axis === given.x) ? given.x : undefined, log: given.log === "1", smooth: Number(given.smooth) || undefined, points: TILE_POINTS });
 const TILE_POINTS = 500; // a tile is some 400 pixels wide
 
 export function curveControls() {
@@ -13,7 +14,7 @@ export function curveControls() {
     select.sync = () => { select.value = params()[name] ?? ""; };
     return select;
   };
-  const x = pick("x", "Horizontal axis", [["", "by step"], ["time", "by hours"]]);
+  const x = pick("x", "Horizontal axis", [["", "by step"], ...AXES]);
   const smooth = pick("smooth", "Smoothing", [["", "no smoothing"], ["5", "smooth 5"], ["20", "smooth 20"], ["80", "smooth 80"]]);
   const log = h("input", { type: "checkbox", onchange: (event) => setParams({ log: event.target.checked }) });
   const element = h("div", { class: "controls" }, x, smooth, h("label", {}, log, "log"));
