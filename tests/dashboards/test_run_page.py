@@ -46,6 +46,12 @@ def test_runs_are_found_by_their_workflow(store, client):
     assert body(client.get("/api/runs/pretrain-2"))["workflow"] == "quickstart-5bc43cf6"
 
 
+def test_settings_with_several_values_come_before_those_that_some_runs_lack(store, client):
+    for name, config in (("a", {"lr": 1, "act": "relu"}), ("b", {"lr": 2}), ("c", {"lr": 3, "act": "relu"})):
+        store.create_run(name, {"config": config}).close()
+    assert body(client.get("/api/runs"))["varying"] == ["lr", "act"]
+
+
 def test_a_status_can_be_asked_for_as_the_page_calls_it(store, client):
     add_run(store, "live", start=time.time() - 30, steps=3, end=None)
     add_run(store, "done", start=time.time() - 30, steps=3)

@@ -10,6 +10,7 @@ export const theme = () => (document.documentElement.dataset.theme === "dark" ? 
 export function repaint() { for (const chart of mounted) chart.paint(); }
 
 const TABLE_ROWS = 500;
+const PICTURE = { width: 720, height: 400, scale: 3 };
 
 // options: small (a tile that links to its own page), legend (on a tile), group (charts that share a cursor),
 // title (overrides the figure's), beside (the table is always shown, next to the chart)
@@ -21,9 +22,10 @@ export function figure(name, options = {}) {
   const badge = h("span", { class: "badge", hidden: true, title: "Nothing of this store is in this figure yet" }, "paper only");
   const csv = h("a", { download: "", title: "Download the table as CSV" }, "CSV");
   const html = h("a", { download: "", title: "Download as one self-contained HTML file" }, "HTML");
+  const pictures = ["png", "svg"].map((kind) => h("button", { type: "button", class: "link", title: `Download the chart as ${kind.toUpperCase()}, on white`, onclick: () => save(kind) }, kind.toUpperCase()));
   const toggle = h("button", { type: "button", class: "link", "aria-pressed": "false", onclick: () => showTable(table.hidden) }, "Table");
   const element = h("figure", { class: options.small ? "figure small" : options.beside ? "figure large beside" : "figure", "aria-busy": "true" },
-    h("figcaption", {}, title, badge, h("span", { class: "tools" }, options.beside ? null : toggle, csv, html)), canvas, table, notes);
+    h("figcaption", {}, title, badge, h("span", { class: "tools" }, options.beside ? null : toggle, csv, pictures, html)), canvas, table, notes);
   let chart = null, body = null, parameters = null, controller = null, sorting = null;
 
   function showTable(on) {
@@ -100,6 +102,17 @@ export function figure(name, options = {}) {
     }
     chart.setOption(themed(body.option, theme(), { small: options.small, legend: options.legend ?? !options.small }), { notMerge: true });
     element.dataset.ready = String(performance.now());
+  }
+
+  // The chart by itself, for a paper or slides: light whatever the page is, and never narrower than a column of text.
+  function save(kind) {
+    if (!body || body.option.empty) return;
+    const size = { width: Math.max(canvas.clientWidth, PICTURE.width), height: Math.max(canvas.clientHeight, PICTURE.height * rowsOf(body.option)) };
+    const drawn = echarts.init(h("div"), null, kind === "svg" ? { renderer: "svg", ssr: true, ...size } : { devicePixelRatio: PICTURE.scale, ...size });
+    drawn.setOption(themed(body.option, LIGHT));
+    const address = kind === "svg" ? URL.createObjectURL(new Blob([drawn.renderToSVGString()], { type: "image/svg+xml" })) : drawn.getDataURL({ type: "png", pixelRatio: PICTURE.scale, backgroundColor: LIGHT.panel });
+    drawn.dispose();
+    h("a", { href: address, download: `${[name, parameters.metric].filter(Boolean).join("-").replaceAll("/", "-")}.${kind}` }).click();
   }
 
   function clear(text, command) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,14 @@ def test_figure_page_exports_and_table(page, site, browser, tmp_path):
         page.get_by_role("link", name="CSV").click()
     with open(download.value.path(), newline="") as file:
         assert len(list(csv.reader(file))) == 51
+    page.keyboard.press("t")  # dark pages too give pictures for paper
+    for kind, begins in (("PNG", b"\x89PNG"), ("SVG", b"<svg")):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=kind).click()
+        picture = Path(download.value.path()).read_bytes()
+        assert download.value.suggested_filename == f"curves-loss.{kind.lower()}"
+        assert picture.startswith(begins)
+    assert "#2f6bd8" in picture.decode()  # the light theme's first colour
     with page.expect_download() as download:
         page.get_by_role("link", name="HTML").click()
     saved = tmp_path / "curves.html"
