@@ -171,3 +171,60 @@ def test_ticks_are_round_and_inside(values):
     assert 2 <= len(axis.ticks) <= 7
     assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
     assert axis.low < min(values) or axis.high > max(values)
+
+
+def test_a_training_step_says_its_settings_what_happened_and_what_others_evaluated(storage):
+    workflow = load_workflow(f"{FAKE_STEPS}:branches", [])
+    run(workflow, storage)
+    step = workflow.steps["root"]
+    spec = storage.read_json(f"{step.folder}/spec.json")
+    spec["config"] |= {"train": {"lr": 0.003, "grad_clip": None}}
+    storage.write_json(f"{step.folder}/spec.json", spec)
+    mine = {"task": "arc_easy", "metric": "acc", "n_loops": 2, "value": 0.25}
+    done = storage.read_json(f"{step.folder}/done.json")
+    done["result"] |= {"run": step.id, "rows": [mine]}
+    storage.write_json(f"{step.folder}/done.json", done)
+    store = ResultsStore(storage)
+    store.create_run(step.id, {"config": {}}).close()
+    store.log_event(step.id, "rollback", {"step": 7, "message": "step 7: loss nan"})
+    store.log_event(step.id, "evaluation", {"checkpoint": "step-5", "state": "failed", "reason": "out of memory"})
+    store.log_eval(step.id, "validation", [mine])  # this workflow's own: it stands among the step's results
+    whole = {"task": "piqa", "metric": "acc", "n_loops": 2, "n": 1838, "limit": None, "step": 9}
+    store.log_eval(step.id, "validation", [whole | {"value": 0.625, "stderr": 0.0125}])
+    store.log_eval(step.id, "validation", [whole | {"value": 0.1, "n": 10, "limit": 10}])  # a quick look, later
+    store.log_eval(step.id, "diagnostics", [{"metric": "rms", "value": 2.0, "loop": 0, "layer": 1}])
+    text = storage.read_bytes(f"{write_report(storage, 'branches')}/report.md").decode()
+    assert "| train.lr | 0.003 |" in text
+    assert "grad_clip" not in text
+    assert "| rollback | 7 | step 7: loss nan |" in text
+    assert "| evaluation |  | step-5 failed: out of memory |" in text
+    assert "| result | value | loops | items |" in text
+    assert "| validation/piqa/acc | 0.6250 ± 0.0125 | 2 | 1,838 |" in text
+    assert "validation/arc_easy" not in text
+    assert text.count("0.25 |") == 1
+    check_html(storage.read_bytes(f"workflows/{workflow.id}/report/report.html").decode())
+
+
+def test_an_evaluation_shows_numbers_first_and_folds_readings_away():
+    sha = "a" * 64
+    row = {
+        "task": "piqa",
+        "early_exit": False,
+        "flops_per_token": 6243648.0,
+        "metric": "acc",
+        "value": 0.0,
+        "stderr": 0.1,
+    }
+    rows = [row | {"task_sha256": sha, "limit": None}, {"metric": "rms", "value": 1.5, "loop": 0, "layer": 3}]
+    table, folded = result_parts({"rows": rows})
+    assert (list(table.columns), table.rows) == (
+        ["task", "metric", "value", "stderr", "flops_per_token", "task_sha256"],
+        [["piqa", "acc", 0.0, 0.1, 6243648.0, "aaaaaaaa"]],
+    )
+    section = Section("s", [table, folded])
+    text = as_markdown("t", [section])
+    assert "| 6,243,648 |" in text
+    assert "<summary>1 readings at every loop and layer (the dashboard draws them)</summary>\n\n| metric" in text
+    assert "| rms | 1.5 | 0 | 3 |" in text
+    check_html(page := as_html("t", [section]))
+    assert "<details><summary>1 readings" in page

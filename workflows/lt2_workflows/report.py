@@ -8,57 +8,26 @@ Read from storage alone, so a report can be made of a workflow that still runs, 
 
 from __future__ import annotations
 
-import html
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
-from lt2_platform.results.store import ResultsStore
+from lt2_platform.evaluate.repeats import standing
+from lt2_platform.results.store import ResultsStore, result_name
 from lt2_platform.results.tables import flatten
 from lt2_workflows.console import duration
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
+from lt2_workflows.report_pages import Folded, Part, Plot, Printed, Section, Table, as_html, as_markdown, cell
 from lt2_workflows.svg import Dots, Line, dot_chart, line_chart
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
 
-MAX_ROWS = 200
 MAX_LINES = 16
+FIRST = ("task", "n_loops", "metric", "value", "stderr", "unit", "n", "limit")  # columns of an evaluation
 CURVES = (("loss", "loss (nats)"), ("validation_loss", "validation loss (nats)"))
-
-
-@dataclass(frozen=True)
-class Table:
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class Plot:
-    svg: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Printed:
-    """What a step printed, in columns of its own."""
-
-    text: str
-
-
-Part = str | Table | Plot | Printed
-
-
-@dataclass
-class Section:
-    """A heading, and under it paragraphs (str) and the rest."""
-
-    title: str
-    parts: list[Part] = field(default_factory=list)
 
 
 def write_report(storage: Storage, workflow: str, out: str | None = None, *, steps: Sequence[str] = ()) -> str:
@@ -109,6 +78,7 @@ def _overview(storage: Storage, item: Mapping[str, Any], steps: Sequence[Mapping
 
 def _step_sections(storage: Storage, steps: Sequence[Mapping[str, Any]]) -> Iterator[Section]:
     store = ResultsStore(storage)
+    others = _evaluations(store, storage, steps)
     for step in steps:
         folder = f"steps/{step['id']}"
         if step["state"] == UNREADABLE:  # its error is among the steps
@@ -120,7 +90,10 @@ def _step_sections(storage: Storage, steps: Sequence[Mapping[str, Any]]) -> Iter
             if result:
                 section.parts += sweep_parts(store, storage.read_json(f"{folder}/out/sweep.json"))
         elif config["type"] != "document":
-            section.parts += [*curve_parts(store, {step["name"]: step["id"]}), *result_parts(result)]
+            section.parts += [*curve_parts(store, {step["name"]: step["id"]}), *happened(store, step["id"])]
+            section.parts += [*result_parts(result), *settings_parts(config)]
+            if step["id"] in others:
+                section.parts += evaluation_parts(others[step["id"]])
         if section.parts:
             yield section
 
@@ -134,8 +107,81 @@ def result_parts(result: Mapping[str, Any]) -> Iterator[Part]:
         yield Table(["", "value"], list(flat.items()))
     for value in result.values():
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-            columns = list(dict.fromkeys(name for row in value for name, each in row.items() if _plain(each)))
-            yield Table(columns, [[row.get(name) for name in columns] for row in value])
+            yield from _records(value)
+
+
+def _records(rows: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+    """Flat records as a table, numbers first. Readings inside a model, one per (loop, layer), are folded away."""
+    results, readings = ([row for row in rows if ("layer" in row) == inside] for inside in (False, True))
+    for found in (results, readings):
+        said = (name for row in found for name, each in row.items() if _plain(each) and each not in ("", None))
+        names = dict.fromkeys(name for name in said if any(row.get(name) is not False for row in found))
+        columns = [*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST)]
+        table = Table(columns, [[_short(name, row.get(name)) for name in columns] for row in found])
+        if found is results and found:
+            yield table
+        elif found:
+            yield Folded(f"{len(found)} readings at every loop and layer (the dashboard draws them)", table)
+
+
+def _short(name: str, value: Any) -> Any:
+    return value[:8] if name.endswith("sha256") and isinstance(value, str) else value
+
+
+def settings_parts(config: Mapping[str, Any]) -> Iterator[Part]:
+    """What a step that trains was asked to do, by names that `--set` takes; nothing of other steps."""
+    if "train" in config:
+        flat = [[key, value] for key, value in sorted(flatten(config).items()) if value is not None]
+        yield Folded(f"Settings ({len(flat)} that are not null)", Table(["setting", "value"], flat))
+
+
+def happened(store: ResultsStore, run: str) -> Iterator[Table]:
+    """Rollbacks, preemptions and evaluations that failed while a run trained."""
+    rows = []
+    for event in store.events(run):
+        told = event.get("message") or f"{event.get('checkpoint')} {event.get('state')}: {event.get('reason')}"
+        when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(event["time"]))
+        rows.append([when, event["kind"], event.get("step"), told])
+    if rows:
+        yield Table(["when (UTC)", "what happened", "step", ""], rows)
+
+
+def _evaluations(
+    store: ResultsStore, storage: Storage, steps: Sequence[Mapping[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """By run of these steps the evaluation rows of the results store that no step here returned: `lt2 eval`'s."""
+    ids = {step["id"] for step in steps}
+    returned: set[tuple[Any, ...]] = set()
+    for step in steps:
+        if step["state"] == "done":
+            result = storage.read_json(f"steps/{step['id']}/done.json")["result"]
+            lists = [value for value in result.values() if isinstance(value, list)] if isinstance(result, dict) else []
+            returned |= {_identity(result.get("run"), row) for rows in lists for row in rows if isinstance(row, dict)}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for run, name, row in store.index().evals:
+        if run not in ids or "layer" in row or row.get("value") is None or name == "sweep":
+            continue
+        if _identity(run, row) in returned:
+            continue
+        known = found.setdefault(run, {})
+        key = result_name(name, row)
+        if key not in known or standing(row) >= standing(known[key]):
+            known[key] = row | {"result": key}
+    return {run: list(rows.values()) for run, rows in found.items()}
+
+
+def _identity(run: Any, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return run, *(row.get(key) for key in ("task", "metric", "n_loops", "value"))
+
+
+def evaluation_parts(rows: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+    yield "Evaluations of this run that are not of this workflow (± is one standard error):"
+    columns = ["result", "value", "loops", "items", "limit", "unit"]
+    lines = []
+    for row in sorted(rows, key=lambda row: row["result"]):
+        value = ablations.plus_minus(row["value"], row.get("stderr"), digits=4)
+        lines.append([row["result"], value, *(row.get(key) for key in ("n_loops", "n", "limit", "unit"))])
+    yield _without_empty(Table(columns, lines))
 
 
 def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +219,11 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
     labels = [" ".join((row["group"], row["label"])).strip() for row in rows]
     yield sweep["title"] + "."
     columns = ["group", "configuration", "seeds", "stopped early", "failed", "parameters"]
-    columns += [name for score in ablations.SCORES for name in (score, *([f"{score}, paper"] if with_paper else []))]
+    columns += [
+        name
+        for score in ablations.SCORES
+        for name in (score, f"{score}, p", *([f"{score}, paper"] if with_paper else []))
+    ]
     lines = []
     for row in rows:
         scores = [
@@ -181,12 +231,15 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
             for score in ablations.SCORES
             for value in (
                 ablations.plus_minus(row[score], row[f"{score}_std"]),
+                ablations.p_text(row[f"{score}_p"]),
                 *([row[f"{score}_paper"]] if with_paper else []),
             )
         ]
         counts = [row["n"], row["stopped"], row["failed"], row["parameters"]]
         lines.append([row["group"], row["label"], *counts, *scores])
     yield _without_empty(Table(columns, lines))
+    if any(row[f"{score}_p"] is not None for row in rows for score in ablations.SCORES):
+        yield ablations.P_MEANS
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     if names:
         more = [
@@ -208,93 +261,3 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
 def _without_empty(table: Table) -> Table:
     kept = [i for i, _ in enumerate(table.columns) if any(row[i] not in ("", None, 0) for row in table.rows)]
     return Table([table.columns[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
-
-
-# Rendering
-
-
-def cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.2f}" if abs(value) >= 1000 else f"{value:.5g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """GitHub-flavoured; figures are links, numbered in order."""
-    lines, figure = [f"# {title}"], 0
-    for section in sections:
-        lines += ["", f"## {section.title}"]
-        for part in section.parts:
-            lines.append("")
-            if isinstance(part, Plot):
-                figure += 1
-                lines.append(f"![{part.caption}](figure-{figure}.svg)")
-            elif isinstance(part, Table):
-                lines += _markdown_table(part)
-            elif isinstance(part, Printed):
-                lines += ["```", part.text, "```"]
-            else:
-                lines.append(part)
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_table(table: Table) -> list[str]:
-    def line(values: Sequence[str]) -> str:
-        return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |"
-
-    shown = [line([cell(value) for value in row]) for row in table.rows[:MAX_ROWS]]
-    return [line(table.columns), line(["---"] * len(table.columns)), *shown, *_cut(table)]
-
-
-def _cut(table: Table) -> list[str]:
-    return ["", f"The first {MAX_ROWS} of {len(table.rows):,} rows."] if len(table.rows) > MAX_ROWS else []
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body {{ font: 14px/1.5 system-ui, sans-serif; max-width: 980px; margin: 2rem auto; padding: 0 1rem; color: #1b1f27 }}
-h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem; border-bottom: 1px solid #e4e7ec }}
-.wide {{ overflow-x: auto }} svg {{ width: 100%; max-width: 760px }}
-figure {{ margin: 1rem 0 }} figcaption {{ color: #5b6472 }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 }}
-th, td {{ padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px solid #e4e7ec }}
-td.n {{ text-align: right }}
-</style></head><body>
-<h1>{title}</h1>
-{body}
-</body></html>
-"""
-
-
-def as_html(title: str, sections: Sequence[Section]) -> str:
-    """One file that needs nothing else."""
-    body = []
-    for section in sections:
-        body.append(f"<h2>{html.escape(section.title)}</h2>")
-        for part in section.parts:
-            if isinstance(part, Plot):
-                body.append(f"<figure>{part.svg}<figcaption>{html.escape(part.caption)}</figcaption></figure>")
-            elif isinstance(part, Table):
-                body.append(_html_table(part))
-            elif isinstance(part, Printed):
-                body.append(f'<pre class="wide">{html.escape(part.text)}</pre>')
-            else:
-                body.append(f"<p>{html.escape(part)}</p>")
-    return PAGE.format(title=html.escape(title), body="\n".join(body))
-
-
-def _html_table(table: Table) -> str:
-    def one(value: Any) -> str:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return f"<td{' class=n' * number}>{html.escape(cell(value))}</td>"
-
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
-    rows = "".join("<tr>" + "".join(map(one, row)) + "</tr>" for row in table.rows[:MAX_ROWS])
-    more = "".join(f"<p>{line}</p>" for line in _cut(table) if line)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{more}'

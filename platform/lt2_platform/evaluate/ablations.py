@@ -15,6 +15,9 @@ from lt2.config import ConfigError
 from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, average, scores_of
 
 SCORES = ("PPL", "Avg")
+P_MEANS = (
+    "p is that of Welch's t-test against the best configuration, over seeds; among many, one is the best by chance."
+)
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,28 @@ def summarize(trials: Sequence[Mapping[str, Any]], paper: str | None) -> list[di
     """One row per configuration, in the order of the trials.
 
     trials: {"label", "group", "seed", "state", "metrics": {"task/metric": value}, "parameters"}.
-    Returns rows {group, label, n, stopped, failed, parameters, PPL, PPL_std, PPL_paper, Avg, Avg_std, Avg_paper,
-    metrics}: means over the seeds that finished (n; the scheduler stopped `stopped` others) and their sample standard
-    deviation (None below two), PPL the perplexity on held-out text, Avg the mean of the paper's eight tasks in percent,
-    where all eight were evaluated.
+    Returns rows {group, label, n, stopped, failed, parameters, PPL, PPL_std, PPL_paper, PPL_p, Avg, …, metrics}: means
+    over the seeds that finished (n; the scheduler stopped `stopped` others), their sample standard deviation (None
+    below two) and the p-value against the best row (see P_MEANS; None of the best itself). PPL is the perplexity on
+    held-out text, Avg the mean of the paper's eight tasks in percent, where all eight were evaluated.
     """
     reference = paper_table(paper).rows if paper else {}
-    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    by_row: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for trial in trials:
-        rows.setdefault((trial["group"], trial["label"]), []).append(trial)
-    return [_row(key, found, reference.get(key)) for key, found in rows.items()]
+        by_row.setdefault((trial["group"], trial["label"]), []).append(trial)
+    rows = {key: _row(key, found, reference.get(key)) for key, found in by_row.items()}
+    for name, sign in zip(SCORES, (1, -1), strict=True):  # of perplexities the lowest is best, of averages the highest
+        values = {key: _scores(found, name) for key, found in by_row.items()}
+        known = [key for key in rows if rows[key][name] is not None]
+        best = min(known, key=lambda key: sign * rows[key][name], default=None)
+        for key, row in rows.items():
+            row[f"{name}_p"] = None if key == best or best is None else welch(values[best], values[key])
+    return list(rows.values())
+
+
+def _scores(trials: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    found = (headline(trial["metrics"]) for trial in trials if trial["state"] == "done")
+    return [scores[name] for scores in found if name in scores]
 
 
 def _row(key: tuple[str, str], trials: list[Mapping[str, Any]], paper: tuple[float, float] | None) -> dict[str, Any]:
@@ -106,9 +121,8 @@ def _row(key: tuple[str, str], trials: list[Mapping[str, Any]], paper: tuple[flo
     failed = len(trials) - len(done) - stopped
     row: dict[str, Any] = {"group": key[0], "label": key[1], "n": len(done), "stopped": stopped, "failed": failed}
     row["parameters"] = next((trial["parameters"] for trial in trials if trial.get("parameters")), None)
-    scores = [headline(trial["metrics"]) for trial in done]
     for index, name in enumerate(SCORES):
-        mean, spread = mean_std([each[name] for each in scores if name in each])
+        mean, spread = mean_std(_scores(done, name))
         row |= {name: mean, f"{name}_std": spread, f"{name}_paper": paper[index] if paper else None}
     names = dict.fromkeys(name for trial in done for name in trial["metrics"])
     row["metrics"] = {
@@ -150,6 +164,10 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
     tail = half * float(weights @ np.cos(low + half * (nodes + 1)) ** (degrees - 1))
     scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
     return min(1.0, 2 * math.exp(scale) / math.sqrt(math.pi) * tail)
+
+
+def p_text(p_value: float | None) -> str:
+    return "" if p_value is None else "<0.001" if p_value < 0.001 else f"{p_value:.2g}"
 
 
 def plus_minus(mean: float | None, spread: float | None, digits: int = 2) -> str:

@@ -78,6 +78,28 @@ def test_tables_are_those_of_the_paper():
         ablations.paper_table("x")
 
 
+def test_rows_say_how_sure_the_best_is_of_being_better():
+    values = {"a": (3.0, 3.2), "b": (2.0, 2.1), "c": (9.0,)}
+    rows = ablations.summarize(
+        [trial(name, ppl, i) for name, each in values.items() for i, ppl in enumerate(each)], None
+    )
+    expected = stats.ttest_ind(values["a"], values["b"], equal_var=False).pvalue
+    assert [row["PPL_p"] for row in rows] == [pytest.approx(expected), None, None]
+    assert [row["Avg_p"] for row in rows] == [None] * 3
+    assert [ablations.p_text(value) for value in (None, 0.0132, 1e-9)] == ["", "0.013", "<0.001"]
+
+
+def test_of_averages_the_highest_is_best():
+    tasks = lambda value: {f"{task}/{metric}": value for task in TASKS for metric in ("acc", "acc_norm")}  # noqa: E731
+    low, high = (
+        [trial(name, 5.0, seed, **tasks(value + seed / 100)) for seed in (0, 1)]
+        for name, value in (("l", 0.3), ("h", 0.6))
+    )
+    rows = ablations.summarize([*low, *high], None)
+    assert rows[1]["Avg_p"] is None
+    assert 0 < rows[0]["Avg_p"] < 0.01
+
+
 @pytest.mark.parametrize(("n", "m"), [(2, 2), (2, 7), (5, 3), (40, 30)])
 @pytest.mark.parametrize("apart", [0.0, 0.5, 3.0, 500.0])
 def test_welchs_test_is_scipys(n, m, apart):

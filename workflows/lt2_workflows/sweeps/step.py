@@ -232,6 +232,7 @@ def _shown(row: Mapping[str, Any], with_paper: bool) -> dict[str, Any]:
     line |= {"seeds": row["n"], "stopped early": row["stopped"] or "", "failed": row["failed"] or ""}
     for name in ablations.SCORES:
         line[name] = ablations.plus_minus(row[name], row[f"{name}_std"])
+        line[f"{name}, p"] = ablations.p_text(row[f"{name}_p"])
         if with_paper:
             line[f"{name}, paper"] = row[f"{name}_paper"]
     if row["PPL"] is None and row["Avg"] is None:
@@ -244,7 +245,7 @@ def _notes(config: SweepStep) -> Iterator[str]:
         yield ""
         yield "Paper: 100B tokens of FineWeb-Edu. Perplexities on other data or at other sizes differ in scale."
     if len(config.seeds) > 1:
-        yield "± is the standard deviation over seeds."
+        yield "± is the standard deviation over seeds. " + ablations.P_MEANS
 
 
 def _why(record: Mapping[str, Any]) -> str:
