@@ -126,11 +126,12 @@ def _dag_path(workflow_id: str) -> str:
 
 
 def _summaries(records: Records, dags: dict[str, dict[str, Any]], now: float) -> list[dict[str, Any]]:
-    """A line of a list for each workflow; "error" is that of its first step that has one."""
+    """A line of a list for each workflow; "error" is that of its first step that has one, after the step's name."""
     known = step_states(records, (id_ for dag in dags.values() for id_ in dag["ids"].values()), now)
     found = []
     for name, dag in dags.items():
         steps = [known[id_] for id_ in dag["ids"].values()]
+        errors = (f"{step}: {known[id_]['error']}" for step, id_ in dag["ids"].items() if known[id_]["error"])
         states = [step["state"] for step in steps]
         found.append(
             {
@@ -138,7 +139,7 @@ def _summaries(records: Records, dags: dict[str, dict[str, Any]], now: float) ->
                 "recipe": dag.get("workflow") or name,
                 "states": states,
                 "state": overall(states),
-                "error": next((step["error"] for step in steps if step["error"]), None),
+                "error": next(errors, None),
                 "updated": max((step["ended"] or step["started"] or 0 for step in steps), default=0),
             }
         )

@@ -376,3 +376,16 @@ def test_architectures_have_the_papers_names(layout, n_loops, title):
 @pytest.mark.parametrize("config", [{}, {"layout": 3}, {"model": {"layout": {"type": "uniform"}}}, {"model": None}])
 def test_configs_without_a_layout_have_no_architecture(config):
     assert architecture(config) is None
+
+
+def test_depth_has_error_bars_and_names_what_there_is(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    store.create_run("r", {"config": {}}).close()
+    row = {"task": "copa", "metric": "acc", "early_exit": False}
+    rows = [row | {"n_loops": n, "flops_per_token": 10.0 * n, "value": 0.5, "stderr": 0.125} for n in (1, 2)]
+    store.log_eval("r", "depth", rows)
+    source = Source(str(tmp_path))
+    bars, scores = figure(source, "depth", task="copa", metric="acc").option["series"]
+    assert bars["data"][:3] == [[10.0, 0.375], [10.0, 0.625], [None, None]]
+    assert [point["detail"] for point in scores["data"]] == ["± 0.125"] * 2
+    assert figure(source, "depth").option["empty"].endswith("There are: copa, acc.")

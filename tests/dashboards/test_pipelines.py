@@ -71,8 +71,8 @@ def test_a_sweeps_trials_are_on_its_steps_page_and_not_on_the_list(tmp_path):
     sweep = body(client.get("/api/steps/sweep-00000000/trials"))
     assert (sweep["states"], len(sweep["trials"]), sweep["left_out"]) == ({"failed": 2, "done": 248}, 251, 0)
     assert [(t["id"], t["state"], t["error"]) for t in sweep["trials"][:3]] == [
-        ("swept-trial-248", "failed", "trial 248 ran out of memory"),
-        ("swept-trial-249", "failed", "trial 249 ran out of memory"),
+        ("swept-trial-248", "failed", "pretrain: trial 248 ran out of memory"),
+        ("swept-trial-249", "failed", "pretrain: trial 249 ran out of memory"),
         ("swept-shared-1", "done", None),
     ]
     assert body(client.get("/api/workflows/swept-trial-249"))["part_of"] == "sweep-00000000"

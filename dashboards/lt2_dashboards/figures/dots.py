@@ -32,12 +32,12 @@ def dots(
     for position, (run, values) in enumerate(ours.items()):
         spread = (errors or {}).get(run) or [None] * len(labels)
         data = _points(run, labels, values, spread)
-        spans = [
-            (label, rounded(value - error), rounded(value + error))
+        ends = [
+            ([rounded(value - error), label], [rounded(value + error), label])
             for label, value, error in zip(labels, values, spread)
             if value is not None and error is not None
         ]
-        series += whiskers(run, spans, position)
+        series += whiskers(run, ends, position)
         series.append(points(run, data, position, symbol="diamond", symbolSize=11, z=4))
     return {
         "xAxis": {"type": "value", "name": unit, "scale": True},

@@ -8,7 +8,7 @@ from lt2.layout import loops_text
 from lt2_dashboards.figures.ablations import AXES
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import DOWNSTREAM, mean_of_tasks
-from lt2_dashboards.figures.series import line, points
+from lt2_dashboards.figures.series import line, points, whiskers
 from lt2_dashboards.figures.store import Evaluated, evaluated, rows_of
 from lt2_dashboards.queries import Source
 
@@ -135,11 +135,18 @@ def depth(
     table, series = [], []
     for position, (run, by_depth) in enumerate(list(found.items())[:20]):
         lines: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+        ends = []
         for (n_loops, exits), row in sorted(by_depth.items()):
             spent = [row.get("mean_loops"), row["flops_per_token"]]
             table.append([run, n_loops, "yes" if exits else "no", *spent, row["value"], row.get("stderr")])
             name = f"{run}: early exit" if exits else f"{run}: {loops_text(n_loops)}"
-            lines[exits].append({"name": name, "value": [row["flops_per_token"], rounded(row["value"])]})
+            point = {"name": name, "value": [row["flops_per_token"], rounded(row["value"])]}
+            if (error := row.get("stderr")) is not None:
+                point["detail"] = f"± {error:.3g}"
+                low, high = rounded(row["value"] - error), rounded(row["value"] + error)
+                ends.append(([row["flops_per_token"], low], [row["flops_per_token"], high]))
+            lines[exits].append(point)
+        series += whiskers(run, ends, position)
         series.append(line(run, lines[False], position, showSymbol=True, symbolSize=7))
         if lines[True]:
             series.append(points(f"{run}, early exit", lines[True], position, symbol="pin", symbolSize=18))
@@ -149,7 +156,7 @@ def depth(
         "series": series,
         "tooltip": {"trigger": "item"},
         "legend": {"show": True},
-        "empty": None if found else f"No run was evaluated at several depths on {task!r} by {metric!r} yet.",
+        "empty": None if found else _no_depths(source, task, metric),
     }
     columns = ["run", "loops", "early exit", "mean loops", "FLOPs per token", metric, "standard error"]
     return Figure(
@@ -157,6 +164,15 @@ def depth(
         option,
         columns,
         lambda: table,
-        ["The paper trains and evaluates at T = 4 only."],
+        ["The paper trains and evaluates at T = 4 only. Bars are one standard error."],
         produce="" if found else "lt2 eval RUN --pack PACK --suite core --loops 1,2,4,8",
     )
+
+
+def _no_depths(source: Source, task: str, metric: str) -> str:
+    """That there is nothing, and what there would be."""
+    others = source.snapshot().query(
+        "SELECT DISTINCT concat(task, ', ', metric) FROM evals WHERE name = 'depth' AND value IS NOT NULL ORDER BY 1"
+    )
+    known = f" There are: {'; '.join(name for (name,) in others[:20])}." if others else ""
+    return f"No run was evaluated at several depths on {task!r} by {metric!r} yet.{known}"

@@ -74,12 +74,12 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
         label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in zip(keys, row) if text != "null")
         label = label or "all settings"
         labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
-    data, spans = [], []
+    data, ends = [], []
     for label, (n, mean, deviation, p_value, _) in zip(labels, (row[len(keys) :] for row in rows)):
         told = [f"{n} run" + "s" * (n > 1)]
         if deviation is not None:
             told.append(f"± {deviation:.3g}")
-            spans.append((label, rounded(mean - deviation), rounded(mean + deviation)))
+            ends.append(([rounded(mean - deviation), label], [rounded(mean + deviation), label]))
         if p_value is not None:
             told.append(f"p = {p_value:.2g} against the best")
         data.append({"name": label, "value": [rounded(mean), label], "shown": rounded(mean), "detail": ", ".join(told)})
@@ -92,6 +92,6 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
             "splitLine": {"show": True},
             "axisLabel": {"width": 320, "overflow": "truncate"},
         },
-        "series": [*whiskers(metric, spans, 0), points(metric, data, 0, symbolSize=10, z=4)],
+        "series": [*whiskers(metric, ends, 0), points(metric, data, 0, symbolSize=10, z=4)],
         "tooltip": {"trigger": "item"},
     }

@@ -18,14 +18,14 @@ def points(name: str, data: list[Any], colour: int | None = None, **more: Any) -
     return {"type": "scatter", "name": name, "data": data, **_tint(colour), **more}
 
 
-def whiskers(name: str, spans: Iterable[tuple[Any, float | None, float | None]], colour: int) -> list[dict[str, Any]]:
-    """A horizontal line from low to high at every (place, low, high), where the values are across; no series for none.
+def whiskers(name: str, ends: Iterable[tuple[list[Any], list[Any]]], colour: int) -> list[dict[str, Any]]:
+    """Error bars: a line between the two points of each of `ends`; no series if there are none.
 
-    A series and no mark: the axis makes room for it.
+    A series and no mark, so that the axis makes room for it.
     """
-    ends = [[[low, place], [high, place], [None, place]] for place, low, high in spans]
+    data = [point for low, high in ends for point in (low, high, [None, None])]
     style = {"silent": True, "symbol": "none", "lineStyle": {"width": 1.5, "type": "solid"}}
-    return [line(name, [point for span in ends for point in span], colour, **style)] if ends else []
+    return [line(name, data, colour, **style)] if data else []
 
 
 def _tint(colour: int | None) -> dict[str, Any]:

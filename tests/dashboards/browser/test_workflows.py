@@ -17,6 +17,7 @@ pytestmark = pytest.mark.browser
 
 def test_workflow_graph_attempts_and_log(page, site):
     page.goto(f"{site.address}/workflows")
+    assert "full: ValueError: lr is negative" in page.locator("tr", has_text="demo-1").inner_text()
     page.get_by_role("link", name="demo-1").click()
     page.locator(".node").nth(3).wait_for()
     assert page.locator(".node.failed").inner_text().startswith("full")

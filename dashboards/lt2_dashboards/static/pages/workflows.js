@@ -21,8 +21,8 @@ const unreadable = (lines) => lines.length ? notice("warn", `${plural(lines.leng
 
 const listed = ({ workflows, trials, skipped, left_out: more }) => [
   unreadable(skipped),
-  table(["workflow", "state", "steps", "last activity"], workflows.map((workflow) => [...cells(workflow),
-    h("td", { class: "faint" }, workflow.states.includes("running") ? "now" : workflow.updated ? ago(workflow.updated) : "not started")])),
+  table(["workflow", "state", "steps", "last activity", "why"], workflows.map((workflow) => [...cells(workflow),
+    h("td", { class: "faint" }, workflow.states.includes("running") ? "now" : workflow.updated ? ago(workflow.updated) : "not started"), why(workflow)])),
   trials ? h("p", { class: "quiet-note" }, `${plural(trials, "trial")} of sweeps ${trials === 1 ? "is" : "are"} not in this list: the sweep's own page shows them.`) : null,
   more ? h("p", { class: "quiet-note" }, `${plural(more, "more workflow")} whose last activity is older ${more === 1 ? "is" : "are"} not shown.`) : null,
 ];
@@ -36,6 +36,8 @@ const plural = (count, name) => `${number(count)} ${name}${count === 1 ? "" : "s
 const table = (columns, rows) => h("div", { class: "table-wrap" }, h("table", { class: "numbers" },
   h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))),
   h("tbody", {}, rows.map((row) => h("tr", {}, row)))));
+
+const why = ({ error }) => h("td", { class: "why faint", title: error ?? "" }, error ?? "");
 
 const cells = ({ id, state, states, trials }) => [
   h("th", { scope: "row" }, h("a", { href: `/workflows/${id}` }, id)),
@@ -178,9 +180,9 @@ function stepPanel(parent, id) {
 
 function trialsPanel({ trials, states, skipped, left_out: more }, sweep) {
   if (!trials.length) return [unreadable(skipped), h("p", { class: "quiet-note" }, "No trial has started yet.")];
-  const rows = trials.map((trial) => [...cells(trial), h("td", { class: "why faint", title: trial.error ?? "" }, trial.error ?? "")]);
+  const rows = trials.map((trial) => [...cells(trial), why(trial)]);
   return h("section", { class: "panel trials" }, h("h2", {}, "Trials", h("span", { class: "links" }, h("a", { href: `/sweeps?metric=${encodeURIComponent(`sweep/${sweep}/PPL`)}` }, "Perplexity by configuration"))), unreadable(skipped), h("div", { class: "chips" }, Object.entries(states).map(([state, count]) => h("span", {}, status(state), ` ${number(count)}`))),
-    table(["trial", "state", "steps", "error"], rows), more ? h("p", { class: "quiet-note" }, `${plural(more, "more trial")} ${more === 1 ? "is" : "are"} not shown.`) : null);
+    table(["trial", "state", "steps", "why"], rows), more ? h("p", { class: "quiet-note" }, `${plural(more, "more trial")} ${more === 1 ? "is" : "are"} not shown.`) : null);
 }
 
 const partition = (object, test) => [true, false].map((wanted) => Object.fromEntries(Object.entries(object).filter(([, value]) => test(value) === wanted)));
