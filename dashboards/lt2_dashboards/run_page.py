@@ -27,7 +27,7 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
     attempt (None for a run of no workflow), and files that could not be read.
     """
     snapshot = source.snapshot()
-    (run,) = _known(source, snapshot, [run_id])
+    (run,) = known(source, snapshot, [run_id])
     curves = source.curves(run)
     records = Records(source.storage)
     step = step_states(records, [run_id], source.clock())[run_id] if _has_step(source, run_id) else None
@@ -70,16 +70,18 @@ def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
     if len(run_ids) > MAX_COMPARED:
         raise ConfigError(f"{len(run_ids)} runs to compare; at most {MAX_COMPARED}")
     snapshot = source.snapshot()
-    runs = _known(source, snapshot, run_ids)
-    differs = differences({run.run_id: run.config for run in runs})
+    runs = known(source, snapshot, run_ids)
+    # A model from elsewhere has no settings here: it is not what makes those of the others differ.
+    trained = [run for run in runs if run.state != "evaluated"]
+    differs = differences({run.run_id: run.config for run in trained})
     flat = {run.run_id: flatten(run.config) for run in runs}
     keys = sorted({key for config in flat.values() for key in config})
-    varying = [key for key in keys if runs and key in differs[runs[0].run_id]]
+    varying = [key for key in keys if key in differs[trained[0].run_id]]
     metrics = sorted({metric for run in runs for metric in run.last})
     return {
         "runs": [_head(source, run) for run in runs],
         "differs": [{"key": key, "values": [_shown(flat[run.run_id], key) for run in runs]} for key in varying],
-        "same": {key: as_text(flat[runs[0].run_id][key]) for key in keys if key not in varying} if runs else {},
+        "same": {key: as_text(flat[trained[0].run_id][key]) for key in keys if key not in varying},
         "metrics": [{"key": metric, "values": [_value(run, metric) for run in runs]} for metric in metrics],
         "evals": _evals(snapshot, run_ids),
     }
@@ -97,11 +99,18 @@ def _head(source: Source, run: RunInfo) -> dict[str, Any]:
     }
 
 
-def _known(source: Source, snapshot: Snapshot, run_ids: list[str]) -> list[RunInfo]:
+def known(source: Source, snapshot: Snapshot, run_ids: list[str]) -> list[RunInfo]:
+    """Runs by name, also models from elsewhere, of which the store has evaluations only ("evaluated", created at 0).
+
+    Raises ConfigError for one that it does not have.
+    """
     found = snapshot.runs(run_ids)
     if missing := [run_id for run_id in run_ids if run_id not in found]:
-        raise ConfigError(f"no run {missing[0][:60]!r} in {source.storage.root}")
-    return list(found.values())
+        evaluated = {run for run, *_ in snapshot.evals(missing)}
+        found |= {run: RunInfo(run, 0.0, 0.0, state="evaluated") for run in evaluated}
+        if unknown := [run_id for run_id in missing if run_id not in evaluated]:
+            raise ConfigError(f"no run {unknown[0][:60]!r} in {source.storage.root}")
+    return [found[run_id] for run_id in run_ids]
 
 
 def _shown(config: dict[str, Any], key: str) -> str | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_dashboards.figures.store import known_runs
 from lt2_dashboards.queries import Source
-from lt2_dashboards.run_page import MAX_COMPARED
+from lt2_dashboards.run_page import MAX_COMPARED, known
 from lt2_platform.evaluate.compare import Item, paired, scores
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import flatten
@@ -24,7 +23,7 @@ def significance(source: Source, run_ids: list[str]) -> dict[str, Any]:
     run_ids = list(dict.fromkeys(run_ids))
     if len(run_ids) > MAX_COMPARED:
         raise ConfigError(f"{len(run_ids)} runs to compare; at most {MAX_COMPARED}")
-    runs = list(known_runs(source.snapshot(), run_ids).values())
+    runs = known(source, source.snapshot(), run_ids)
     found: dict[str, Scores] = {}
     skipped = []
     for run in runs:

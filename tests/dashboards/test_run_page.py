@@ -93,6 +93,21 @@ def test_what_remains_is_reckoned_from_the_last_steps(store, client):
     assert body(client.get("/api/runs/other"))["seconds_per_step"] is None
 
 
+def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
+    add_run(store, "ours", start=time.time())
+    for run, value in (("ours", 0.5), ("eval-SmolLM-1234", 0.75)):
+        store.log_eval(run, "validation", [{"task": "piqa", "metric": "acc", "value": value}])
+    found = body(client.get("/api/runs/eval-SmolLM-1234"))
+    assert (found["status"], found["created"], found["metrics"], found["config"]) == ("evaluated", 0.0, [], {})
+    assert found["evals"][0]["value"] == 0.75
+    compared = body(client.get("/api/compare?runs=eval-SmolLM-1234,ours"))
+    assert [run["run"] for run in compared["runs"]] == ["eval-SmolLM-1234", "ours"]
+    assert compared["evals"][0]["values"] == [0.75, 0.5]
+    assert (compared["differs"], compared["same"]["train.lr"]) == ([], "0.001")
+    assert body(client.get("/api/significance?runs=ours,eval-SmolLM-1234"))["pairs"] == {}
+    assert client.get("/api/runs/eval-other").status_code == 400
+
+
 def test_what_has_curves_is_told_apart_from_results(store, client):
     add_run(store, "r", start=time.time())
     store.log_eval("r", "validation", [{"metric": "loss", "value": 2.0}])

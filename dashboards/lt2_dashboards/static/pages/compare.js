@@ -10,7 +10,7 @@ import { params, setParams } from "../url.js";
 
 const LOWER_IS_BETTER = /loss|ppl|perplexity|_time|wait|bytes|memory/;
 const HIGHER_IS_BETTER = /acc|score|tokens_per_s|mfu|recall|f1|em$/;
-const TILES = ["loss", "grad_norm", "tokens_per_s"];
+const TILES = ["loss", "validation_loss", "grad_norm", "tokens_per_s"];
 
 export function comparePage(main) {
   const messages = h("div");
@@ -19,10 +19,11 @@ export function comparePage(main) {
   const same = h("details", { class: "same" });
   const tiles = TILES.map((metric) => [metric, figure("curves", { small: true, group: "compare" })]);
   const grid = h("section", { class: "tiles three", "aria-label": "Curves" }, tiles.map(([, tile]) => tile.element));
+  const curvesBar = h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element);
   const caveat = h("div", { class: "notes" });
   let body = null, asked = null, stop = () => {}, pairs = {}, pairsOf = null;
   fill(main, h("header", { class: "page-head" }, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/" }, "Runs"), " / "), h("h1", {}, "What differs")),
-    messages, table, caveat, same, h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element), grid);
+    messages, table, caveat, same, curvesBar, grid);
 
   function update() {
     const runs = params().runs ?? "";
@@ -42,11 +43,12 @@ export function comparePage(main) {
   function show() {
     const few = !body || body.runs.length < 2;
     fill(messages, few ? notice("empty", "Select two or more runs", "Tick runs in the table of runs and press Compare.", h("a", { href: "/" }, "All runs")) : null);
-    grid.hidden = table.hidden = caveat.hidden = few;
+    table.hidden = caveat.hidden = few;
+    grid.hidden = curvesBar.hidden = few || !trained().length;
     if (few) return;
     askPairs();
     const drop = (run) => setParams({ runs: asked.split(",").filter((other) => other !== run).join(",") });
-    const head = h("tr", {}, h("td", {}), body.runs.map((run, index) => h("th", { scope: "col", style: { "--run": colour(theme(), index), "--run-line": dash(theme(), index) }, class: "run-head" },
+    const head = h("tr", {}, h("td", {}), body.runs.map((run) => h("th", { scope: "col", style: lineOf(run), class: "run-head" },
       h("a", { href: `/runs/${run.run}` }, run.run), h("span", {}, status(run.status), h("button", { type: "button", class: "link", "aria-label": `Take ${run.run} out`, onclick: () => drop(run.run) }, "remove")))));
     const group = (name, rows, make) => rows.length ? [h("tr", { class: "group" }, h("th", { colspan: body.runs.length + 1, scope: "colgroup" }, name)), rows.map(make)] : [];
     const settings = group("Settings that differ", body.differs, ({ key, values }) => h("tr", {}, h("th", { scope: "row" }, key), values.map((value) =>
@@ -67,12 +69,19 @@ export function comparePage(main) {
       };
       return h("tr", {}, h("th", { scope: "row" }, key), values.map(cell));
     };
-    const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, "These runs have the same settings."));
+    const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, "These runs have the same settings here."));
     fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, evaluations), group("Last logged values", body.metrics, numbers))));
     const keys = Object.keys(body.same);
     same.hidden = !keys.length;
     fill(same, h("summary", {}, `${keys.length} settings are the same`), h("dl", { class: "settings" }, keys.map((key) => [h("dt", {}, key), h("dd", {}, body.same[key])])));
     drawTiles();
+  }
+
+  // Models from elsewhere were evaluated only: they have no curves, and no colour of one.
+  const trained = () => body.runs.filter((run) => run.status !== "evaluated");
+  function lineOf(run) {
+    const index = trained().indexOf(run);
+    return index < 0 ? {} : { "--run": colour(theme(), index), "--run-line": dash(theme(), index) };
   }
 
   // Reads every item of the evaluations, so it is asked once, and again when there are others.
@@ -107,8 +116,8 @@ export function comparePage(main) {
 
   function drawTiles() {
     controls.sync();
-    if (!body || body.runs.length < 2) return;
-    for (const [metric, tile] of tiles) tile.load({ runs: body.runs.map((run) => run.run).join(","), metric, ...curveParams() });
+    if (!body || body.runs.length < 2 || !trained().length) return;
+    for (const [metric, tile] of tiles) tile.load({ runs: trained().map((run) => run.run).join(","), metric, ...curveParams() });
   }
 
   update();

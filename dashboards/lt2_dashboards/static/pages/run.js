@@ -68,8 +68,8 @@ export function runPage(main, run) {
     fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/" }, "Runs"), " / "), h("h1", {}, run), status(state),
       facts([
         ["workflow", body.workflow ? h("a", { href: `/workflows/${body.workflow}` }, body.workflow) : null],
-        ["step", body.total ? `${number(body.step)} of ${number(body.total)}` : number(body.step)],
-        ["loss (nats)", number(loss)],
+        ["step", state === "evaluated" ? null : body.total ? `${number(body.step)} of ${number(body.total)}` : number(body.step)],
+        ["loss (nats)", known(loss)],
         ["validation loss (nats)", known(validation)],
         ["gradient spikes", known(spikes)],
         ["tokens/s", known(pace)],
@@ -77,10 +77,10 @@ export function runPage(main, run) {
         ["waiting for data", percent(waiting)],
         ["peak memory", typeof memory === "number" ? `${number(memory, 3)} GB` : null],
         ["attention in", body.attention_in],
-        ["time", duration(body.updated - body.created)],
+        ["time", body.created ? duration(body.updated - body.created) : null],
         ["remaining", left === null ? null : `${duration(left)}, until ${date(body.updated + left)}`],
-        ["started", date(body.created)],
-        ["last word", ago(body.updated)],
+        ["started", body.created ? date(body.created) : null],
+        ["last word", body.created ? ago(body.updated) : null],
         ["log", body.attempt ? h("a", { href: log }, "attempts and log") : null],
       ]));
     fill(messages, trouble(state, body.attempt, log),
@@ -94,7 +94,7 @@ export function runPage(main, run) {
     controls.sync();
     if (!body) return;
     const order = [...FIRST.filter((metric) => body.metrics.includes(metric)), ...body.metrics.filter((metric) => !FIRST.includes(metric))];
-    if (!order.length) return fill(grid, h("p", { class: "quiet-note" }, "Nothing is logged yet; curves appear with the first steps."));
+    if (!order.length) return fill(grid, h("p", { class: "quiet-note" }, body.created ? "Nothing is logged yet; curves appear with the first steps." : "A model from elsewhere: it was evaluated here, not trained."));
     if (!tiles.size) fill(grid);
     for (const metric of order) {
       if (!tiles.has(metric)) {
