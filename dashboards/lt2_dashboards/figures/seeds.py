@@ -90,7 +90,7 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
             "data": labels,
             "inverse": True,
             "splitLine": {"show": True},
-            "axisLabel": {"width": 320, "overflow": "truncate"},
+            "axisLabel": {"width": 200, "overflow": "truncate"},
         },
         "series": [*whiskers(metric, ends, 0), points(metric, data, 0, symbolSize=10, z=4)],
         "tooltip": {"trigger": "item"},
