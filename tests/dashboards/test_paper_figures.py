@@ -389,3 +389,12 @@ def test_depth_has_error_bars_and_names_what_there_is(tmp_path):
     assert bars["data"][:3] == [[10.0, 0.375], [10.0, 0.625], [None, None]]
     assert [point["detail"] for point in scores["data"]] == ["± 0.125"] * 2
     assert figure(source, "depth").option["empty"].endswith("There are: copa, acc.")
+
+
+def test_pareto_links_to_the_quality_that_there_is(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    store.create_run("r", {"config": {}}).close()
+    store.log_eval("r", "validation", [{"metric": "perplexity", "value": 9.0, "parameters": 1000}])
+    found = figure(Source(str(tmp_path)), "pareto")
+    assert found.notes[-1] == "1 runs have the perplexity."
+    assert found.links == {found.notes[-1]: {"quality": "perplexity"}}

@@ -60,11 +60,11 @@ def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoni
             "Paper: Figure 1 (right) compares the distilled 1.4B with released models of 1B to 4B and prints no "
             "numbers. gsm8k counts by its strict match, minerva_math as math-verify judges."
         ]
+    links = {}
     if not ours:
         others = {each: sum(_score(run, each) is not None for run in found) for each in SCORES if each != quality}
-        notes += [
-            f"{count} runs have the {each}: quality={each} shows them." for each, count in others.items() if count
-        ]
+        links = {f"{count} runs have the {each}.": {"quality": each} for each, count in others.items() if count}
+        notes += links
     table = [[run, "this store", kind, size, value] for run, kind, size, value in ours]
     table += [[model, "paper", kind, size, value] for model, kind, size, value in paper]
     option = {
@@ -82,6 +82,7 @@ def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoni
         lambda: table,
         notes,
         produce="" if ours else f"lt2 eval RUN --pack PACK --suite {SUITE[quality]}",
+        links=links,
     )
 
 
