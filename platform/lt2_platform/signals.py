@@ -10,12 +10,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept(*numbers: signal.Signals) -> Iterator[None]:
-    """After the block these signals have the handlers that they had before. Handlers belong to the main thread; in any
-    other one nothing can change them.
+    """After the block these signals have the handlers that they had before, which also hear of one that ended it.
+    Handlers belong to the main thread; in any other one nothing can change them.
     """
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
+    except SystemExit as stop:  # what Ray's handler raises, with the signal's number
+        for number, handler in before.items():
+            if number == stop.code and callable(handler):
+                handler(number, None)
+        raise
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():

@@ -235,7 +235,7 @@ def _terminate(signum: int, frame: Any) -> None:
 
 
 def main() -> None:
-    """Entry point: a user's mistake or a store that fails is one line and exit code 2; the rest keeps its traceback."""
+    """Entry point: a user's mistake, a store or a Ray that fails is one line and exit code 2; all else is raised."""
     try:
         app()
     except Exception as error:
@@ -250,8 +250,9 @@ def _line(error: Exception) -> str | None:
     """What to tell the user instead of a traceback; None for a bug."""
     from lt2.config import ConfigError
     from lt2_platform.storage_errors import complaint
+    from lt2_workflows.engine.local_ray import NoRayError
 
-    told = error if isinstance(error, ConfigError) else complaint(error)
+    told = error if isinstance(error, ConfigError | NoRayError) else complaint(error)
     return None if told is None else str(told)
 
 

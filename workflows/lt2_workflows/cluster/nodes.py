@@ -8,12 +8,18 @@ import logging
 import sys
 import time
 
+from lt2_workflows.engine.local_ray import NoRayError, connect
+
 
 def main(address: str, seconds: str, *names: str) -> int:
     """Exit code: 1, with the names of those that are missing on stderr, after so many seconds."""
     import ray
 
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        connect(address, log_to_driver=False, logging_level=logging.ERROR)
+    except NoRayError as error:
+        print(f"lt2: {error}", file=sys.stderr)
+        return 1
     deadline = time.monotonic() + float(seconds)
     while missing := set(names) - {node["NodeName"] for node in ray.nodes() if node["Alive"]}:
         if time.monotonic() > deadline:

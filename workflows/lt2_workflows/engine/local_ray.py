@@ -14,11 +14,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from lt2_platform.signals import kept
 from lt2_platform.step_records import died_here, this_process
 
 PREFIX, OWNER = "lt2-ray-", "owner.json"
+STARTS = 3
+
+log = logging.getLogger(__name__)
+
+
+class NoRayError(ConnectionError):
+    """Ray did not start, or does not answer. Like any lost connection, nothing that a step has done wrong."""
 
 
 @contextmanager
@@ -38,22 +46,68 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
     if "RAY_AUTH_MODE" not in os.environ:
         # Before Ray is imported: it reads them once.
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
+    try:
+        import ray
+
+        try:
+            _start(num_cpus=num_cpus, log_to_driver=False, logging_level=logging.WARNING, _temp_dir=str(folder))
+            yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        finally:
+            _stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(**options: Any) -> None:
+    """Start a Ray of this process and connect to it. On a busy machine Ray gives up after half a minute; it is then
+    started anew, since nobody else knows of it yet.
+    """
     import ray
 
-    with kept(signal.SIGTERM):  # Ray's handler ends the process with its leases unreleased
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            _temp_dir=str(folder),
-        )
+    for left in reversed(range(STARTS)):
+        try:
+            with kept(signal.SIGTERM):  # Ray's handler ends the process with its leases unreleased
+                ray.init(address="local", include_dashboard=False, **options)
+            return
+        except Exception as error:  # whatever our fixed options run into; Ray has no class for it
+            _stop()
+            if not left:
+                raise NoRayError(
+                    f"Ray did not start on this machine, tried {STARTS} times ({_said(error)}); end what else keeps it "
+                    "busy, look whether memory, disk or processes have run out, and give the same command again"
+                ) from error
+            log.warning("Ray did not start (%s); starting it again", _said(error))
+
+
+def connect(address: str, **options: Any) -> None:
+    """Join the Ray at `address`, for which Ray waits a quarter of an hour."""
+    import ray
+
     try:
-        yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        with kept(signal.SIGTERM):
+            ray.init(address=address, include_dashboard=False, **options)
+    except Exception as error:  # as above
+        raise NoRayError(f"no Ray answers at {address} ({_said(error)}); look whether it still runs there") from error
+
+
+def _stop() -> None:
+    """Leave Ray, and end what a start that broke off has left: Ray forgets it, but it would live as long as we do."""
+    import psutil  # Ray brings it along
+    import ray
+
+    ray.shutdown()
+    place = os.path.dirname(ray.__file__)
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just ended
+            if any(part.startswith(place) for part in child.cmdline()):
+                child.kill()
+                child.wait(5)
+
+
+def _said(error: Exception) -> str:
+    """What Ray says, up to the traceback that it may hold."""
+    text = " ".join(str(error).split()).partition("Last connection error")[0].strip()
+    return f"{text or type(error).__name__}"[:400]
 
 
 def _sweep() -> None:
@@ -68,9 +122,12 @@ def join_ray() -> Mapping[str, float]:
     """Connect this process to the driver's Ray (or cluster), with its workers' output in our log; its resources."""
     import ray
 
+    address = os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
-        with kept(signal.SIGTERM):
-            ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=True, include_dashboard=False)
+        if address:
+            connect(address, log_to_driver=True)
+        else:
+            _start(log_to_driver=True)
     return ray.cluster_resources()
 
 

@@ -1,0 +1,120 @@
+"""A Ray that does not start is started again, then one line; signals meanwhile end the command as they do elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lt2_workflows import cli
+from lt2_workflows.cluster import nodes
+from lt2_workflows.engine.attempt import INFRASTRUCTURE, _classify
+from lt2_workflows.engine.local_ray import PREFIX, STARTS, NoRayError, join_ray, ray_head
+from tests.workflows.conftest import wait_until
+
+# Word for word Ray's own, with its class.
+TIMED_OUT = Exception(
+    "The current node timed out during startup. This could happen because some of the raylet failed to startup or the "
+    "GCS has become overloaded."
+)
+
+
+@pytest.fixture
+def starts(monkeypatch, tmp_path):
+    """Ray's start fails so often as the list has errors, and leaves a process each time; what it left."""
+    import ray
+
+    errors, left = [], []
+
+    def init(**options):
+        if errors:
+            left.append(
+                subprocess.Popen(["bash", "-c", "sleep 600; exit", f"{os.path.dirname(ray.__file__)}/gcs_server"])
+            )
+            raise errors.pop(0)
+
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    yield errors, left
+    for process in left:
+        process.kill()
+        process.wait()
+
+
+def test_a_start_that_timed_out_is_made_again_without_its_remains(starts, caplog):
+    errors, left = starts
+    errors.append(TIMED_OUT)
+    assert join_ray() == {"CPU": 2.0}
+    assert [Path(f"/proc/{process.pid}").exists() for process in left] == [False]
+    assert "Ray did not start (The current node timed out during startup." in caplog.text
+
+
+def test_a_ray_that_does_not_start_is_one_line(starts, tmp_path, monkeypatch, capfd):
+    errors, left = starts
+    errors += [TIMED_OUT] * STARTS
+    monkeypatch.setattr(sys, "argv", ["lt2", "run", "quickstart", "--storage", str(tmp_path / "s")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert (
+        "lt2: Ray did not start on this machine, tried 3 times (The current node timed out during startup. This could "
+        "happen because some of the raylet failed to startup or the GCS has become overloaded.); end what else keeps "
+        "it busy, look whether memory, disk or processes have run out, and give the same command again\n"
+    ) in capfd.readouterr().err
+    assert [Path(f"/proc/{process.pid}").exists() for process in left] == [False] * STARTS
+    assert not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+def test_a_ray_that_does_not_answer_is_lost_infrastructure(starts, monkeypatch, capsys):
+    errors, _ = starts
+    errors += [
+        RuntimeError("Failed to connect to GCS. Last connection error: Traceback (most recent call last):\n…")
+    ] * 2
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    line = r"no Ray answers at 10.0.0.1:6379 \(Failed to connect to GCS.\); look whether it still runs there"
+    with pytest.raises(NoRayError, match=f"^{line}$") as failure:
+        join_ray()
+    assert _classify(failure.value) == INFRASTRUCTURE
+    assert nodes.main("10.0.0.1:6379", "1", "a") == 1
+    assert capsys.readouterr().err.startswith("lt2: no Ray answers at 10.0.0.1:6379 (")
+
+
+def test_what_ends_while_ray_is_imported_leaves_no_folder(starts, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError), ray_head(2):
+        pass
+    assert not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_ray_starts(number, expected, tmp_path):
+    folder = Path(tempfile.mkdtemp(prefix="lt2-st-"))  # short: Ray's sockets lie below it
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-m", "lt2_workflows.cli", "run", "quickstart", "--storage", str(tmp_path / "s")]
+    driver = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment | {"TMPDIR": str(folder)}
+    )
+    try:
+        # By then Ray has put its own handlers in place, and waits for its processes.
+        wait_until(lambda: list(folder.glob(f"{PREFIX}*/session_*/logs/gcs_server.out")), "Ray's start", timeout_s=120)
+        driver.send_signal(number)
+        output, _ = driver.communicate(timeout=120)
+        assert driver.returncode == expected, output
+        assert output.endswith("lt2: stopped; the same command continues from here\n")
+        assert "Traceback" not in output
+        assert not list(folder.glob(f"{PREFIX}*"))
+    finally:
+        driver.kill()
+        driver.wait()
+        shutil.rmtree(folder, ignore_errors=True)
