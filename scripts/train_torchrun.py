@@ -7,7 +7,8 @@ The config is JSON {"model": …, "train": …} (lt2_platform.train.config.Pretr
 The same command resumes; SIGTERM and Ctrl-C save first. --start-from begins with the weights of another run.
 
 With --teacher it is a stage of distillation, and the config {"mixer": …, "kept": …, "train": …}
-(lt2_platform.distill.run.DistillRun): the student begins as --student, or as the teacher itself.
+(lt2_platform.distill.run.DistillRun): the student begins as --student, or as the teacher itself. At the end rank 0
+measures its distance to the teacher on held-out text (`teacher_kl`), as the step distill does.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "platform")]
 
 from lt2.config import ConfigError, explain  # noqa: E402
 from lt2.train.loop import PreemptedError  # noqa: E402
+from lt2_platform.distill.measure import check_held_out, log_distance  # noqa: E402
 from lt2_platform.distill.run import DistillRun, check_tokenizer, plan_stage  # noqa: E402
-from lt2_platform.storage import default_root  # noqa: E402
+from lt2_platform.results.store import ResultsStore  # noqa: E402
+from lt2_platform.storage import Storage, default_root  # noqa: E402
 from lt2_platform.train import run_folder, worker  # noqa: E402
 from lt2_platform.train.checkpoints.checkpoint import read_info, resolve  # noqa: E402
 from lt2_platform.train.config import PretrainConfig, Sources  # noqa: E402
@@ -51,6 +54,9 @@ def planned(arguments: argparse.Namespace) -> tuple[PretrainConfig, Sources]:
     if arguments.start_from is not None:
         raise ConfigError("--start-from with --teacher: what a stage of distillation begins with is its --student")
     stage = DistillRun.model_validate_json(text)
+    if arguments.score_sequences < 1:
+        raise ConfigError(f"--score-sequences {arguments.score_sequences}: give 1 or more")
+    check_held_out(arguments.data)
     models = {name: getattr(arguments, name) for name in ("teacher", "student", "topk")}
     return plan_stage(stage, **models, data=arguments.data)
 
@@ -66,6 +72,10 @@ def main() -> int:
     parser.add_argument("--teacher", help="run or checkpoint to distil from")
     parser.add_argument("--student", help="run or checkpoint of an earlier stage (default: the teacher)")
     parser.add_argument("--topk", help="the teacher's stored top-k, in place of asking it")
+    parser.add_argument(
+        "--score-sequences", type=int, default=32,
+        help="held-out sequences of each half on which the distance to the teacher is measured",
+    )  # fmt: skip
     parser.add_argument("--storage", default=default_root(), help="root of the results store")
     parser.add_argument("--run-id", default=None, help="name in the results store (default: the run folder's name)")
     parser.add_argument(
@@ -81,6 +91,7 @@ def main() -> int:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    rank_zero = int(os.environ.get("RANK", 0)) == 0
     try:
         config, sources = planned(arguments)
         spec = run_folder.open_run(
@@ -94,7 +105,6 @@ def main() -> int:
             sources=sources,
         )
         # One rank's curve is everybody's.
-        rank_zero = int(os.environ.get("RANK", 0)) == 0
         sink = WandbSink(spec.run_id, spec.out, config.model_dump(mode="json"), arguments.wandb if rank_zero else "off")
         with sink:
             result = worker.run(spec, callbacks=[sink])
@@ -107,10 +117,22 @@ def main() -> int:
     except (ConfigError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(run_folder.close_run(spec, result))
+    found = run_folder.close_run(spec, result) if rank_zero else {}
     if dist.is_initialized():
         dist.destroy_process_group()
+    if rank_zero and arguments.teacher is not None:
+        found |= log_distance(
+            spec.out,
+            arguments.teacher,
+            arguments.data,
+            store=ResultsStore(Storage(arguments.storage)),
+            run_id=spec.run_id,
+            teacher_name=arguments.teacher,
+            max_sequences=arguments.score_sequences,
+            document_mask=config.train.document_mask,
+        )
+    if rank_zero:
+        print(found)
     return 0
 
 

@@ -20,6 +20,7 @@ from lt2.train.loss import IGNORE, next_token_targets
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.config import HeldOut
 from lt2_platform.evaluate.validation import chunks, held_out_rows
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.train.checkpoints import checkpoint
 
 
@@ -80,6 +81,29 @@ def checkpoint_kl(student: str, teacher: str, data: str, **options: Any) -> tupl
     ours, theirs, dataset = _load(student), _load(teacher), PackedDataset(data, "validation")
     chosen_by = teacher_kl(ours, theirs, dataset, held_out="selection", **options)
     return chosen_by, teacher_kl(ours, theirs, dataset, held_out="report", **options)
+
+
+def check_held_out(data: str) -> None:
+    """What `log_distance` will need, before the training that it ends. Raises ConfigError for too few held-out rows."""
+    held_out_rows(PackedDataset(data, "validation"), "report")
+
+
+def log_distance(
+    out: str, teacher: str, data: str, *, store: ResultsStore, run_id: str, teacher_name: str, **options: Any
+) -> dict[str, Any]:
+    """What ends a stage, whoever launched it: `checkpoint_kl` of the run in `out`; its report becomes the run's result.
+
+    teacher_name: what the result says of the teacher, its run or path. options: as of `teacher_kl`.
+    Returns {"kl", "kl_loops"}, by which layers are chosen, and "report_kl", on the half that no choice has seen.
+    """
+    student = checkpoint.resolve(out)
+    chosen_by, found = checkpoint_kl(student, teacher, data, **options)
+    row = {"task": "distillation", "n": found["tokens"], "unit": "nats/token", "teacher": teacher_name}
+    row["step"] = checkpoint.read_info(student).state.step
+    rows = [row | {"metric": "teacher_kl", "value": found["kl"]}]
+    rows += [row | {"metric": f"teacher_kl_loop_{loop}", "value": kl} for loop, kl in enumerate(found["kl_loops"])]
+    store.log_eval(run_id, "distillation", rows)
+    return {"kl": chosen_by["kl"], "kl_loops": chosen_by["kl_loops"], "report_kl": found["kl"]}
 
 
 def one_shot_scores(

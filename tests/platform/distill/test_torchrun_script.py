@@ -1,5 +1,6 @@
 """scripts/train_torchrun.py with models to begin with or to learn from."""
 
+import ast
 import json
 import re
 import runpy
@@ -9,10 +10,13 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from lt2_platform.distill.measure import checkpoint_kl
 from lt2_platform.distill.teacher import identity
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
 from lt2_platform.train.config import PretrainConfig
 from tests.platform.distill.stages import ALIGN, GDN, run_stage, weights, write_teacher
-from tests.platform.train.packed import MODEL, train_config
+from tests.platform.train.packed import MODEL, train_config, write_dataset
 from tests.platform.train.test_worker import losses
 from tests.ranks import ROOT
 
@@ -61,12 +65,34 @@ def test_a_stage_of_distillation_is_the_one_that_a_step_runs(root, script):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_a_stage_ends_with_its_distance_to_the_teacher(root, script, capsys):
+    assert script(STAGE_ONE, "--teacher", root / "teacher", "--score-sequences", 3, out="measured") == 0
+    data, teacher = str(root / "data"), str(root / "teacher")
+    chosen_by, reported = checkpoint_kl(str(root / "measured"), teacher, data, max_sequences=3)
+    printed = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
+    assert printed["report_kl"] == reported["kl"] > 0
+    assert (printed["kl"], printed["kl_loops"]) == (chosen_by["kl"], chosen_by["kl_loops"])
+    rows = [row for run, _, row in ResultsStore(Storage(str(root))).index().evals if run == "measured"]
+    found = {row["metric"]: row["value"] for row in rows}
+    assert found.pop("teacher_kl") == reported["kl"]
+    assert list(found.values()) == reported["kl_loops"]
+    assert {(row["teacher"], row["step"], row["n"]) for row in rows} == {(teacher, TRAIN["steps"], reported["tokens"])}
+
+
+def test_data_without_two_held_out_rows_is_refused_before_the_training(root, script, tmp_path, capsys):
+    write_dataset(tmp_path / "few", validation=1)
+    assert script(STAGE_ONE, "--teacher", root / "teacher", "--data", tmp_path / "few", out="few") == 2
+    assert "one validation sequence has no halves" in capsys.readouterr().err
+    assert not (root / "few").exists()
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
         (STAGE_ONE, ["--teacher", "teacher", "--start-from", "teacher"], "what a stage of distillation begins with"),
         (PRETRAIN, ["--student", "teacher"], "--student is for a stage of distillation; give its --teacher as well"),
         (PRETRAIN | {"train": TRAIN | {"objective": {"type": "distill"}}}, [], "objective distill needs a --teacher"),
+        (STAGE_ONE, ["--teacher", "teacher", "--score-sequences=0"], "--score-sequences 0: give 1 or more"),
         ({"train": TRAIN}, ["--teacher", "teacher"], "give align (stage 1) or distill (stages 2 and 3)"),
         (PRETRAIN, ["--start-from", "nothing"], "nothing"),
     ],

@@ -141,10 +141,8 @@ def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
 
     "kl" and "kl_loops" are by which layers are chosen; "report_kl" is on the other half, which no choice has seen.
     """
-    from lt2_platform.data.stream import PackedDataset
-    from lt2_platform.distill.measure import checkpoint_kl
+    from lt2_platform.distill.measure import check_held_out, log_distance
     from lt2_platform.distill.run import distill
-    from lt2_platform.evaluate.validation import held_out_rows
     from lt2_platform.results.store import ResultsStore
     from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
 
@@ -155,27 +153,22 @@ def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
     if isinstance(kept, SelectionRef):
         kept = tuple(context.result(kept)["kept"])
     data = context.path(config.data)
-    held_out_rows(PackedDataset(data, "validation"), "report")  # said before the training that it would end
+    check_held_out(data)
     options = train_options(config.resources, context)
     run = DistillRun(mixer=config.mixer, kept=kept, train=config.train)
     summary = distill(run, teacher=teacher, **places, data=data, **options)
-    checkpoint = resolve(context.out)
-    layout: Any = read_info(checkpoint).model.layout
+    layout: Any = read_info(resolve(context.out)).model.layout
     context.progress({"message": "distance to the teacher on held-out text"})
-    chosen_by, found = checkpoint_kl(
-        checkpoint,
+    asked = config.teacher
+    measured = log_distance(
+        context.out,
         teacher,
         data,
+        store=ResultsStore(context.storage),
+        run_id=context.run_id,
+        teacher_name=context.workflow.steps[asked.step].id if isinstance(asked, Ref) else asked,
         max_sequences=config.score_sequences,
         document_mask=config.train.document_mask,
     )
-    asked = config.teacher
-    named = context.workflow.steps[asked.step].id if isinstance(asked, Ref) else asked
-    row = {"task": "distillation", "n": found["tokens"], "unit": "nats/token", "step": summary["step"]}
-    row["teacher"] = named  # a run's name, or the path that was given
-    rows = [row | {"metric": "teacher_kl", "value": found["kl"]}]
-    rows += [row | {"metric": f"teacher_kl_loop_{loop}", "value": kl} for loop, kl in enumerate(found["kl_loops"])]
-    ResultsStore(context.storage).log_eval(context.run_id, "distillation", rows)
     result = {key: value for key, value in summary.items() if key != "checkpoint"}
-    measured = {"kl": chosen_by["kl"], "kl_loops": chosen_by["kl_loops"], "report_kl": found["kl"]}
     return {"run": context.run_id, **result, "kept": list(layout.kept), **measured}
