@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,17 @@ _NOTE = "storage root: "
 _KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 # A mistake of ours, not a state of the store: these keep their traceback.
 _BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError)
+# Names of what says so (`is_away`).
+_CLIENTS = ("botocore", "aiohttp", "fsspec")
+_AWAY = {
+    "EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError",
+    "ResponseStreamingError", "IncompleteReadError", "ClientPayloadError", "FSTimeoutError",
+}  # fmt: skip
+# Arrow has a text only: "… AWS Error SLOW_DOWN during …", "… AWS Error UNKNOWN (HTTP status 503) during …".
+_ARROW = re.compile(r"AWS Error (?P<name>\w+)(?: \(HTTP status (?P<status>\d+)\))? during")
+_AWAY_ARROW = {
+    "NETWORK_CONNECTION", "INTERNAL_FAILURE", "SERVICE_UNAVAILABLE", "SLOW_DOWN", "THROTTLING", "REQUEST_TIMEOUT",
+}  # fmt: skip
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Answer = TypeVar("Answer")
@@ -93,6 +105,18 @@ def is_of_the_store(error: BaseException) -> bool:
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return False
     return error.errno is not None or "AWS Error" in str(error)  # what arrow decodes has no number
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether S3 said that the trouble is its own (500, 503), or did not answer at all:
+    what another attempt may well not meet. Of all three clients: s3fs, the botocore and aiohttp below it, and arrow.
+    """
+    if (status := http_status(error)) is not None:
+        return status >= 500
+    if (told := _ARROW.search(str(error))) and isinstance(error, OSError):
+        return told["name"] in _AWAY_ARROW or int(told["status"] or 0) >= 500
+    # By name: to import aiohttp costs every command a quarter of a second.
+    return type(error).__module__.partition(".")[0] in _CLIENTS and type(error).__name__ in _AWAY
 
 
 def out_of_reach(uri: str, error: BaseException) -> str:

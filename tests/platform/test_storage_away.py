@@ -8,10 +8,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from pyarrow.fs import FileSelector
+from s3fs import S3FileSystem
 
-from lt2_platform import storage_errors
-from lt2_platform.storage import Storage
-from lt2_platform.storage_errors import patiently
+from lt2_platform import storage, storage_errors
+from lt2_platform.storage import Storage, arrow_filesystem
+from lt2_platform.storage_errors import is_away, patiently
 
 
 class Pauses(threading.Event):
@@ -27,7 +29,9 @@ class Pauses(threading.Event):
 
 
 class S3Object(BaseHTTPRequestHandler):
-    """One object of a bucket, behind the server's faults: codes of S3, or None for a connection that is cut."""
+    """One object of a bucket, behind the server's faults: codes of S3, None for a connection that is cut, "half" for
+    an answer that is.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -39,6 +43,12 @@ class S3Object(BaseHTTPRequestHandler):
         if code is None:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
+            self.close_connection = True
+            return
+        if code == "half":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
             self.close_connection = True
             return
         body = f"<Error><Code>{code}</Code><Message>why</Message></Error>".encode() if code else b"here"
@@ -133,3 +143,53 @@ def test_what_is_no_refusal_is_raised_at_once(error):
     with pytest.raises(type(error)):
         patiently(refusing(1, error), pauses)
     assert pauses.taken == []
+
+
+# Code, status, and whether the trouble is the store's own.
+ANSWERS = [
+    ("InternalError", 500, True),
+    ("SlowDown", 503, True),
+    ("ServiceUnavailable", 503, True),
+    ("", 502, True),  # a proxy's
+    ("", 504, True),
+    (None, 0, True),
+    ("half", 200, True),
+    ("AccessDenied", 403, False),
+    ("InvalidAccessKeyId", 403, False),
+    ("NoSuchBucket", 404, False),
+    ("MalformedXML", 400, False),
+]
+
+
+@pytest.mark.parametrize(("code", "status", "away"), ANSWERS)
+@pytest.mark.parametrize("request_of", ["look", "list", "read"])
+def test_what_arrow_says_of_a_store_with_a_trouble_of_its_own(server, monkeypatch, code, status, away, request_of):
+    monkeypatch.setattr(storage, "ARROW_ATTEMPTS", 1)
+    fs, path = arrow_filesystem("s3://bucket/key")
+    server.faults = [(code, status)] * 8
+    requests = {
+        "look": lambda: fs.get_file_info(path),
+        "list": lambda: fs.get_file_info(FileSelector(path)),
+        "read": lambda: fs.open_input_file(path).read(),
+    }
+    if (request_of, code) in {("look", "half"), ("look", "NoSuchBucket")}:
+        requests[request_of]()  # all that it needs came before the cut, or it takes the answer for "is not there"
+        return
+    with pytest.raises(OSError) as refused:  # noqa: PT011  what it says, is the question
+        requests[request_of]()
+    assert is_away(refused.value) is away
+
+
+@pytest.mark.parametrize(("code", "status", "away"), ANSWERS)
+def test_what_the_s3_client_says_of_a_store_with_a_trouble_of_its_own(server, monkeypatch, code, status, away):
+    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    server.faults = [(code, status)] * 8
+    with pytest.raises(Exception) as refused:  # noqa: PT011  which, is the question
+        Storage("s3://bucket/root").read_bytes("a")
+    found = [refused.value, refused.value.__cause__]
+    assert any(is_away(error) for error in found if error is not None) is away, found
+
+
+def test_only_clients_of_s3_are_heard():
+    assert not is_away(TimeoutError("a step's own"))
+    assert not is_away(ValueError("AWS Error SLOW_DOWN during ListObjectsV2 operation: quoted"))

@@ -266,6 +266,8 @@ def test_a_store_with_a_trouble_of_its_own_is_no_failure_of_the_step(status, cod
     refused = OSError("said no")  # as s3fs raises it
     refused.__cause__ = ClientError({"Error": {}, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
     assert attempt._classify(refused) == code
+    arrows = OSError(f"When reading: AWS Error UNKNOWN (HTTP status {status}) during HeadObject operation: No body.")
+    assert attempt._classify(arrows) == code
 
 
 def test_an_event_that_storage_refuses_comes_with_the_next(storage, monkeypatch, caplog):

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lt2.config import ConfigError, load_source
 from lt2_platform.fence import FENCE, OvertakenError
-from lt2_platform.storage_errors import http_status
+from lt2_platform.storage_errors import is_away
 from lt2_platform.train.stopping import StopRequest
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
@@ -55,7 +55,6 @@ INFRASTRUCTURE_ERRORS = {
     "ObjectLostError", "OutOfMemoryError", "OwnerDiedError", "PreemptionError", "RaySystemError", "RpcError",
     "TaskUnschedulableError", "WorkerCrashedError", "WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError",
     "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError",
-    "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError",
 }  # fmt: skip
 
 
@@ -185,13 +184,10 @@ def _is_mistake(error: BaseException) -> bool:
 
 
 def _is_infrastructure(error: BaseException) -> bool:
-    if isinstance(error, ConnectionError):
+    if isinstance(error, ConnectionError) or is_away(error):
         return True
-    if (status := http_status(error)) is not None:  # of S3: from 500 on it says that the trouble is its own
-        return status >= 500
     # The module too: torch has an OutOfMemoryError of its own, which a retry does not cure.
-    of_platform = type(error).__module__.partition(".")[0] in ("ray", "botocore")
-    return of_platform and type(error).__name__ in INFRASTRUCTURE_ERRORS
+    return type(error).__module__.partition(".")[0] == "ray" and type(error).__name__ in INFRASTRUCTURE_ERRORS
 
 
 def _causes(failure: BaseException) -> Iterator[BaseException]:
