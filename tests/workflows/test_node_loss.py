@@ -156,7 +156,7 @@ def test_an_evaluation_loses_a_node(cluster, tmp_path):
 
     def answered() -> bool:
         assert driver.poll() is None, (tmp_path / "log").read_text()  # too early to be disturbed
-        return len(list((tmp_path / "out").glob("**/batches/*.json"))) >= 2
+        return len(list((tmp_path / "out").glob("**/batches/*/*.json"))) >= 2
 
     wait_until(answered, "the first answers", 200)
     lose(cluster, next(iter(cluster.worker_nodes)))

@@ -3,7 +3,10 @@
 import pytest
 
 from lt2_platform.evaluate.harness import code, packs
-from lt2_platform.evaluate.harness.scoring import LoopedScorer
+from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work
+from lt2_platform.evaluate.harness.models import ModelSource
+from lt2_platform.evaluate.harness.scoring import LoopedScorer, Pair
+from lt2_platform.storage import Storage
 from tests.platform.evaluate.items import copa, write
 from tests.platform.evaluate.test_harness import run
 from tests.platform.evaluate.tiny import model, save
@@ -68,6 +71,48 @@ def test_answers_of_another_version_of_the_users_own_mixer_are_computed_anew(tmp
     assert calls(checkpoint) == 0
     file.write_text(OWN_MIXER + "# mended\n")
     assert calls(checkpoint) == first
+
+
+def test_answers_of_another_kind_of_device_are_computed_anew(tmp_path, calls, monkeypatch):
+    checkpoint = save(tmp_path / "run", model())
+    first = calls(checkpoint)
+    monkeypatch.setattr(Dispatcher, "device", "cuda")
+    assert calls(checkpoint) == first > 0
+    assert calls(checkpoint) == 0
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda")])
+def test_actors_answer_on_the_devices_of_the_cluster(tmp_path, monkeypatch, gpus, device):
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": float(gpus)})
+    assert Dispatcher(ModelSource(""), str(tmp_path), actors=2).device == device
+
+
+def test_an_evaluation_that_has_ended_drops_the_answers_of_others_only(tmp_path, calls):
+    old, new = save(tmp_path / "old", model(seed=1)), save(tmp_path / "new", model())
+    calls(old)
+    (batches,) = tmp_path.glob("out/**/batches")
+    (before,) = batches.iterdir()
+    (batches / "0123456789abcdef.json").write_text("{}")  # as they lay before each had a folder
+    assert calls(new) > 0
+    (after,) = batches.iterdir()
+    assert after.name != before.name
+    assert calls(new) == 0
+
+
+def test_answers_that_are_dropped_meanwhile_are_not_missed(tmp_path, monkeypatch):
+    """Another evaluation of the same place, of other code, ends while this one runs."""
+    net = model()
+    dispatcher = Dispatcher(ModelSource(save(tmp_path / "run", net)), str(tmp_path / "out"), scorer=LoopedScorer(net))
+    works = [Work("loglikelihood", pairs=(Pair((1,), (number,)),)) for number in (2, 3, 4)]
+    first = dispatcher.run(works[:1], lambda values: None)
+    other = Dispatcher(ModelSource(save(tmp_path / "other", model(seed=1))), str(tmp_path / "out"))
+    found = dispatcher.run(works, lambda values: other.forget_others())
+    assert found[:1] == first
+    assert (dispatcher.tally.batches, dispatcher.tally.resumed) == (4, 1)
+    monkeypatch.setattr(Storage, "delete", lambda *_: (_ for _ in ()).throw(PermissionError("not yours")))
+    other.forget_others()  # no reason to end an evaluation that has its numbers
 
 
 def test_the_code_of_an_answer_is_the_model_library_and_what_reads_its_answers():

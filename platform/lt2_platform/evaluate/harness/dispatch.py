@@ -3,15 +3,17 @@
 What is in a batch depends only on the set of requests (duplicates asked once, sorted by length, then content), never on
 their order, on how many actors there are, or on which batches an earlier attempt has answered. So the numbers are
 bitwise the same on 1 or N actors of one kind, and a killed evaluation continues on another number of them. An answer is
-found again by the same code only: one from before a fix is computed anew.
+found again by the same code on the same kind of device only: one from before a fix is computed anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -19,9 +21,12 @@ import torch
 from lt2.config import ModelConfig
 from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.code import code_sha256
-from lt2_platform.evaluate.harness.models import ModelSource, load
+from lt2_platform.evaluate.harness.models import ModelSource, load, this_device
 from lt2_platform.evaluate.harness.scoring import Pair, Scorer
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,9 @@ class Work:
     until: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
 
-    def key(self, model: str) -> str:
-        """Name of its answer by the model, and the code, with this identity."""
-        text = json.dumps([model, asdict(self)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+    def key(self) -> str:
+        """Name of its answer, whoever gives it."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass
@@ -102,23 +106,52 @@ class Dispatcher:
     ) -> None:
         """`scorer`: the loaded model for answering here, so that it need not be loaded again; `looped`: its config."""
         self.source, self.storage, self.actors, self.cpus = source, Storage(out), actors, cpus
-        self.model_id = f"{source.identity()} {code_sha256(looped)}"
-        self.scorer = scorer
+        self.looped, self.scorer = looped, scorer
         self.tally = Tally()
         self.pool: list[Any] = []
 
+    @cached_property
+    def kept(self) -> str:
+        """Name of the folder, in `batches`, of what this model answers by this code on this kind of device."""
+        identity = [self.source.identity(), code_sha256(self.looped), self.device]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+    @property
+    def device(self) -> str:
+        """The kind that answers, "cuda" or "cpu"."""
+        if self.actors:
+            return "cuda" if self._gpus() else "cpu"
+        return this_device() if self.scorer is None else next(self.scorer.model.parameters()).device.type
+
     def run(self, works: Sequence[Work], progress: Callable[[dict[str, Any]], None]) -> list[list[Any]]:
         """The results of each batch, in order; what `out` already holds is not asked again."""
-        names = [f"batches/{work.key(self.model_id)}.json" for work in works]
-        known = {name for name in names if self.storage.exists(name)}
+        names = [f"batches/{self.kept}/{work.key()}.json" for work in works]
+        # Read once: another evaluation that ends, of other code, may remove them.
+        found = {name: stored for name in names if (stored := self._stored(name)) is not None}
+        known = set(found)
         missing = [(name, work) for name, work in zip(names, works) if name not in known]
-        for done, (name, found) in enumerate(self.answers(missing), start=1):
-            self.storage.write_json(name, found)
+        for done, (name, given) in enumerate(self.answers(missing), start=1):
+            self.storage.write_json(name, given)
+            found[name] = given
             progress({"batch": done + len(known), "batches": len(works)})
-        answers = [self.storage.read_json(name) for name in names]
-        for name, found in zip(names, answers):
-            self.tally.add(found, resumed=name in known)
-        return [found["results"] for found in answers]
+        for name in names:
+            self.tally.add(found[name], resumed=name in known)
+        return [found[name]["results"] for name in names]
+
+    def _stored(self, name: str) -> dict[str, Any] | None:
+        try:
+            return self.storage.read_json(name)
+        except FileNotFoundError:
+            return None
+
+    def forget_others(self) -> None:
+        """Drop what other weights, code or devices have answered here: for an evaluation that has ended."""
+        try:
+            for name in self.storage.list("batches"):
+                if name != self.kept:
+                    self.storage.delete(f"batches/{name}")
+        except STORAGE_ERRORS as error:  # they are in nobody's way
+            log.warning("old answers stay in %s/batches: %s", self.storage.root, error)
 
     def answers(self, missing: Sequence[tuple[str, Work]]):
         """(name, answer) as they come."""
@@ -134,12 +167,18 @@ class Dispatcher:
         from ray.util import ActorPool
 
         if not self.pool:
-            gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
             # No limit of retries: until a lost node is noticed, each fails at once. The limit is that of restarts.
+            gpus = self._gpus()
             actor = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_restarts=3, max_task_retries=-1)(ModelActor)
             self.pool = [actor.remote(self.source, self.cpus) for _ in range(self.actors)]
         ask = lambda actor, item: actor.answer.remote(*item)  # noqa: E731
         yield from ActorPool(self.pool).map_unordered(ask, list(missing))
+
+    def _gpus(self) -> int:
+        """Of each actor."""
+        import ray
+
+        return 1 if ray.cluster_resources().get("GPU", 0) else 0
 
 
 class ModelActor:

@@ -59,7 +59,7 @@ class ModelSource:
             model = cast(Any, self.load_transformers()).model
         else:
             model, _, _ = load_model(self.place)
-        return model.to(_device(), getattr(torch, self.dtype))
+        return model.to(this_device(), getattr(torch, self.dtype))
 
     def load_transformers(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -70,7 +70,7 @@ class ModelSource:
         logging.disable_progress_bar()  # a second of loading; it would stand between our own lines
         options = {"gguf_file": self.gguf} if self.gguf else {}
         model = AutoModelForCausalLM.from_pretrained(self.place, dtype=getattr(torch, self.dtype), **options)
-        return cast(nn.Module, model).to(_device())
+        return cast(nn.Module, model).to(this_device())
 
     def identity(self) -> str:
         """sha256 of the weights' own record and of how they are run; equal wherever the files are."""
@@ -122,7 +122,8 @@ def load(source: ModelSource) -> Loaded:
     return Loaded(LoopedScorer(view, max_length=source.max_length, eos_id=tokenizer.eos_id), tokenizer)
 
 
-def _device() -> str:
+def this_device() -> str:
+    """Where a process of ours runs its models."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -105,6 +105,7 @@ def evaluate(
             found = [row | {"votes": votes} for row in found]
             spent = {key: value * (votes if key == "flops_per_token" else 1) for key, value in spent.items()}
         rows += [row | spent for row in found]
+    dispatcher.forget_others()
     return rows
 
 
