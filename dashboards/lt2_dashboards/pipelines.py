@@ -85,7 +85,9 @@ def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, A
 
 def is_trial(dag: dict[str, Any]) -> bool:
     """Whether a workflow that is part of a sweep is one of its trials, not the steps that several of them share."""
-    return not str(dag.get("workflow") or "").endswith("-shared")
+    if "shared" in dag:
+        return not dag["shared"]
+    return not str(dag.get("workflow") or "").endswith("-shared")  # sweeps from before it was recorded
 
 
 def in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:

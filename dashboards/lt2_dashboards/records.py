@@ -15,6 +15,7 @@ _REQUIRED = {"lease.json": LEASE, "state.json": {"state": str}}
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "ids": dict,
     "part_of": (str, type(None)),
+    "shared": bool,
     "needs": dict,
     "config": dict,
     "attempt": int,

@@ -11,7 +11,7 @@ from lt2.config import ConfigError
 from lt2_dashboards import pipelines
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
-from lt2_dashboards.pipelines import in_order, overall, read_trials, read_workflow, read_workflows
+from lt2_dashboards.pipelines import in_order, is_trial, overall, read_trials, read_workflow, read_workflows
 from lt2_dashboards.steps import LOG_TAIL, read_log, read_step
 from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
@@ -76,6 +76,15 @@ def test_a_sweeps_trials_are_on_its_steps_page_and_not_on_the_list(tmp_path):
         ("swept-shared-1", "done", None),
     ]
     assert body(client.get("/api/workflows/swept-trial-249"))["part_of"] == "sweep-00000000"
+
+
+def test_what_trials_share_is_known_by_its_record_not_by_its_name():
+    record = {"workflow": "swept-weights-shared", "part_of": "sweep-00000000"}
+    assert is_trial(record | {"shared": False})
+    assert not is_trial(record | {"shared": True})
+    assert not is_trial(record | {"workflow": "swept", "shared": True})
+    assert not is_trial(record)  # written before there was such a field
+    assert is_trial(record | {"workflow": "swept-3"})
 
 
 def test_what_a_list_leaves_out_is_counted(tmp_path, monkeypatch):

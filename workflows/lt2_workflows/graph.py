@@ -142,13 +142,14 @@ class Workflow:
 
     Raises ConfigError for a bad name, a reference to a missing step or to the wrong kind of output, and for cycles.
     `recipe_file` is the Python file that defines its own step types, if any; `part_of` the step (its id) whose trial
-    this is.
+    this is, or, `shared`, the steps that its trials have in common.
     """
 
     name: str
     configs: Mapping[str, StepConfig]
     recipe_file: str | None = None
     part_of: str | None = None
+    shared: bool = False
 
     @cached_property
     def steps(self) -> dict[str, Step]:
@@ -179,7 +180,7 @@ class Workflow:
     def record(self) -> dict[str, Any]:
         """Everything needed to run this again, defaults included: the form that is stored, overridden and replayed."""
         steps = {name: config.model_dump(mode="json") for name, config in self.configs.items()}
-        part_of = {"part_of": self.part_of} if self.part_of else {}
+        part_of = {"part_of": self.part_of, "shared": self.shared} if self.part_of else {}
         return {"workflow": self.name, "recipe_file": self.recipe_file, **part_of, "steps": steps}
 
     def _needs(self, name: str) -> tuple[str, ...]:

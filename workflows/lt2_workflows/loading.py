@@ -83,7 +83,8 @@ def workflow_from_record(
             problems += _explain(error, name, raw, source, lines)
     if problems:
         raise ConfigError("\n".join(problems))
-    workflow = Workflow(record["workflow"], configs, record.get("recipe_file"), record.get("part_of"))
+    place = {name: record[name] for name in ("recipe_file", "part_of", "shared") if name in record}
+    workflow = Workflow(record["workflow"], configs, **place)
     _ = workflow.steps  # checks names, references and cycles
     return workflow
 
@@ -213,7 +214,7 @@ def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]
     steps = loaded.get("steps") if isinstance(loaded, dict) else None
     if not isinstance(steps, dict) or not isinstance(loaded.get("workflow"), str):
         raise ConfigError(f"{path}: a workflow record has the keys 'workflow' (a name) and 'steps' (name: config)")
-    known = {"workflow", "recipe_file", "part_of", "steps", "id", "name", "ids"}
+    known = {"workflow", "recipe_file", "part_of", "shared", "steps", "id", "name", "ids"}
     lines = _lines(loaded)
     for key in loaded:
         if key not in known:

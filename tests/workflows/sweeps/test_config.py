@@ -208,7 +208,9 @@ def test_mistakes_on_the_command_line(arguments, message):
 def test_a_trial_names_its_sweep_in_its_record():
     workflow = Workflow("w", load_workflow(f"{FAKE_STEPS}:chain").configs, None, part_of="sweep-12345678")
     replayed = workflow_from_record(workflow.record(), source="record")
-    assert replayed.part_of == "sweep-12345678"
+    assert (replayed.part_of, replayed.shared) == ("sweep-12345678", False)
+    shared = workflow_from_record(replace(workflow, shared=True).record(), source="record")
+    assert (shared.part_of, shared.shared) == ("sweep-12345678", True)
     assert replayed.id == workflow.id
 
 

@@ -16,7 +16,7 @@ from lt2_platform.step_records import died_here
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.engine.attempt import StepContext
-from lt2_workflows.sweeps.step import run_shared, run_trials
+from lt2_workflows.sweeps.step import _workflow, run_shared, run_trials
 from tests.workflows.conftest import FAKE_STEPS, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -123,8 +123,11 @@ def test_a_bad_shared_step_fails_once_and_by_name(tmp_path):
     workflow = sweep_workflow(f"{FAKE_STEPS}:chain", sets, ["second.lines=[2, 3]"], None, {})
     context = StepContext(Storage(str(tmp_path / "storage")), workflow, workflow.steps["sweep"], lambda values: None)
     config = workflow.configs["sweep"]
-    trials = [replace(trial.workflow, recipe_file=FAKE_STEPS) for trial in config.expanded]
+    trials = [replace(_workflow(trial, context), recipe_file=FAKE_STEPS) for trial in config.expanded]
     message = r"first, which every trial needs: the corpus is empty; give a source with text \(log: "
     with pytest.raises(ConfigError, match=message):
         run_shared(trials, context)
     assert [path.name for path in trace.iterdir()] == ["first.attempt1"]
+    (record,) = context.storage.glob("workflows/*/dag.json")
+    found = context.storage.read_json(record)
+    assert (found["part_of"], found["shared"]) == (context.step.id, True)

@@ -129,7 +129,7 @@ def run_shared(workflows: Sequence[Workflow], context: StepContext) -> None:
     configs = {name: step.config for name, step in first.steps.items() if name in same}
     if not configs:
         return
-    shared = replace(first, name=f"{context.workflow.name}-shared", configs=configs)
+    shared = replace(first, name=f"{context.workflow.name}-shared", configs=configs, shared=True)
 
     def say(event: dict[str, Any]) -> None:
         if event["event"] == "progress":
