@@ -8,4 +8,4 @@ FENCE = "LT2_FENCE"
 
 
 class OvertakenError(RuntimeError):
-    """The fence is there: nothing that this process writes may be seen any more."""
+    """The fence is there: nothing that this process writes may be seen any more, but for its own log."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,17 @@ def test_a_recipe_that_raises_ends_with_its_traceback_not_with_an_abort(tmp_path
     assert (code, events) == (FAILED, [])
     assert "RuntimeError: broken" in errors
     assert "Fatal" not in errors
+
+
+def test_last_words_that_take_too_long_are_not_waited_for():
+    code = "import time; from lt2_workflows.engine.attempt import _end_process as end"
+    began = time.monotonic()
+    child = subprocess.run(
+        [sys.executable, "-c", f"{code}\nend('over', lambda: time.sleep(100), 0.2)"], stderr=subprocess.PIPE, text=True
+    )
+    assert time.monotonic() - began < 60
+    assert (child.returncode, child.stderr) == (-signal.SIGKILL, "lt2: attempt ended: over\n")
+    child = subprocess.run(
+        [sys.executable, "-c", f"{code}\nend('over', lambda: 1 / 0, 100)"], stderr=subprocess.PIPE, text=True
+    )
+    assert (child.returncode, child.stderr) == (-signal.SIGKILL, "lt2: attempt ended: over\n")

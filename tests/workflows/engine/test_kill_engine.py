@@ -242,3 +242,22 @@ def test_a_frozen_holder_ends_itself_when_it_wakes(make_run, undisturbed):
     code, output = run.finish(one)
     assert code == 0, output
     assert run.results() == undisturbed
+
+
+def test_on_s3_too_a_holder_that_ends_itself_says_so_in_its_log(s3_root, make_run, undisturbed):
+    run = make_run(s3_root, settings=("second.pause_s=2", "second.pause_times=1"))
+    one = run.start()
+    frozen = run.pid("second.line0")
+    os.kill(frozen, signal.SIGSTOP)
+    code, output = run.finish(run.start())
+    assert code == 0, output
+    os.kill(frozen, signal.SIGCONT)
+    wait_until(lambda: process_is_gone(frozen), "the former holder's end", timeout_s=10)
+    storage = Storage(s3_root)
+    logs = [storage.read_bytes(path).decode() for path in storage.glob("steps/second-*/attempts/*/log")]
+    assert len(logs) == 2
+    assert "lt2: attempt ended: another process took over" in logs[0]
+    assert "attempt ended" not in logs[1]
+    code, output = run.finish(one)
+    assert code == 0, output
+    assert run.results() == undisturbed

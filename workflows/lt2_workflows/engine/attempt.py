@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -120,6 +121,7 @@ def run_attempt(
     storage.write_json(f"{folder}/state.json", state)
     emit({"event": "started", "attempt": number})
     lease.on_beat = save_log = _capture_output(storage, f"{folder}/log")
+    lease.on_lost = end = partial(_end_process, last_words=partial(save_log, fenced=False), within_s=ttl_s / 6)
 
     def progress(values: dict[str, Any]) -> None:
         emit({"event": "progress", "values": values})
@@ -136,14 +138,17 @@ def run_attempt(
     _ignore_signals()
     leave_ray()
     if not lease.stop():
-        _end_process("another process took over this step")
+        end("another process took over this step")
     state |= {"state": STATES[code], "ended": time.time(), "error": error}
-    if code == DONE:
-        done = {"attempt": number, "ended": state["ended"], "result": result, "provenance": state["provenance"]}
-        storage.create_exclusive(f"{step.folder}/done.json", json_bytes(done))
-    storage.write_json(f"{folder}/state.json", state)
-    save_log()
-    lease.release()
+    try:
+        if code == DONE:
+            done = {"attempt": number, "ended": state["ended"], "result": result, "provenance": state["provenance"]}
+            storage.create_exclusive(f"{step.folder}/done.json", json_bytes(done))
+        storage.write_json(f"{folder}/state.json", state)
+        save_log()
+        lease.release()
+    except OvertakenError as overtaken:
+        end(str(overtaken))
     emit({"event": STATES[code], "attempt": number, "error": error})
     return code
 
@@ -203,11 +208,12 @@ def _causes(failure: BaseException) -> Iterator[BaseException]:
         pending += [*wrapped, *(getattr(error, "worker_failures", None) or {}).values()]
 
 
-def _capture_output(storage: Storage, path: str) -> Callable[[], None]:
+def _capture_output(storage: Storage, path: str) -> Callable[..., None]:
     """Send file descriptors 1 and 2 into the log; returns a function that brings the stored copy up to date.
 
     Locally the log is written in place, so that even a crash of the interpreter is on record. On S3 a spool file is
-    uploaded with each heartbeat.
+    uploaded with each heartbeat. What is asked for with `fenced=False` is written behind the fence too: an attempt's
+    log is nobody else's, so it can take the place of nothing.
     """
     remote = "://" in storage.root
     spool = Path(tempfile.mkdtemp(prefix="lt2-log-")) / "log" if remote else Path(storage.join(path))
@@ -217,19 +223,29 @@ def _capture_output(storage: Storage, path: str) -> Callable[[], None]:
     os.dup2(file.fileno(), 2)
     uploaded = -1
 
-    def upload() -> None:
+    def upload(fenced: bool = True) -> None:
         nonlocal uploaded
         sys.stdout.flush()
         size = spool.stat().st_size
-        if remote and size != uploaded:
+        if not remote or size == uploaded:
+            return
+        if fenced:
             storage.write_bytes(path, spool.read_bytes())
-            uploaded = size
+        else:
+            storage.fs.pipe_file(storage.join(path), spool.read_bytes())
+        uploaded = size
 
     return upload
 
 
-def _end_process(reason: str) -> None:
+def _end_process(reason: str, last_words: Callable[[], None] = lambda: None, within_s: float = 1.0) -> None:
+    """End this process from any of its threads, after its last words, if they take no longer: others work meanwhile."""
     print(f"lt2: attempt ended: {reason}", file=sys.stderr, flush=True)
+    killed = threading.Timer(within_s, os.kill, (os.getpid(), signal.SIGKILL))
+    killed.daemon = True
+    killed.start()
+    with suppress(Exception):  # whatever storage does
+        last_words()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
