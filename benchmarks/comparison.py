@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +19,9 @@ import torch
 TURN_S, TURN_CALLS = 0.1, 8
 
 
-def interleaved(calls: dict[str, Callable[[], object]], *, repeats: int = 7, seconds: float = 6.0) -> dict[str, float]:
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], *, repeats: int = 7, seconds: float = 6.0
+) -> dict[str, float]:
     """Median milliseconds of each call, run in turns after one warm-up round.
 
     Stops after `repeats` rounds, or earlier (from the second round on) once `seconds` have passed. A turn is one call,

@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -243,7 +243,9 @@ def on_the_fly_rows(folder: Path, corpus: Path, tokenizer: str, repeats: int) ->
     ]
 
 
-def waiting(ways: dict[str, Callable[[], Iterator[object]]], repeats: int, step_s: float = STEP_S) -> dict[str, float]:
+def waiting(
+    ways: Mapping[str, Callable[[], Iterator[object]]], repeats: int, step_s: float = STEP_S
+) -> dict[str, float]:
     """Median wait fraction of each way, in turns."""
     shares: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):

@@ -87,8 +87,8 @@ def works() -> dict[str, Work]:
     )
 
     def fla_deltanet(x: Inputs) -> Tensor:
-        heads_first = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.beta))
-        return delta_rule_chunkwise(*heads_first)[0].transpose(1, 2)
+        q, k, v, beta = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.beta))
+        return delta_rule_chunkwise(q, k, v, beta)[0].transpose(1, 2)
 
     return {
         "gdn": Work(
@@ -200,7 +200,7 @@ def flatness(lengths: tuple[int, ...], repeats: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one length, under a minute")
     parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     parser.add_argument("--threads", type=int, default=1)

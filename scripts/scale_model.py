@@ -70,11 +70,11 @@ class Requests:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        plain = AioBaseClient._make_api_call
+        calls, plain = self.calls, AioBaseClient._make_api_call
 
-        async def counted(client: AioBaseClient, operation: str, parameters: object) -> object:
-            self.calls[operation] += 1
-            return await plain(client, operation, parameters)
+        async def counted(self: AioBaseClient, operation_name: str, api_params: object) -> object:
+            calls[operation_name] += 1
+            return await plain(self, operation_name, api_params)
 
         AioBaseClient._make_api_call = counted
 
@@ -98,21 +98,15 @@ def measure(requests: Requests) -> Constants:
 
     store = ResultsStore(storage)
     metrics = {f"metric{i}": float(i) for i in range(12)}
-    writer = None
-
-    def begin() -> None:
-        nonlocal writer
-        writer = store.create_run("run-0", {"config": {"lr": 3e-4}})
-
-    open_run = requests.of(begin)
-    assert writer is not None
+    opened = []
+    open_run = requests.of(lambda: opened.append(store.create_run("run-0", {"config": {"lr": 3e-4}})))
+    (writer,) = opened
     writer.log(1, metrics)
     flush = requests.of(writer.flush)
     close_run = requests.of(lambda: writer.close({"loss": 1.0}))
 
-    config = ModelConfig(
-        vocab_size=64, dim=32, n_layers=2, n_loops=2, num_heads=2, layout={"type": "uniform", "mixer": {"type": "gdn"}}
-    )  # type: ignore[arg-type]
+    sizes = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_loops": 2, "num_heads": 2}
+    config = ModelConfig.model_validate(sizes | {"layout": {"type": "uniform", "mixer": {"type": "gdn"}}})
     model = build(config)
     optimizer = adamw(model, lr=1e-3)
     model(torch.zeros(1, 4, dtype=torch.int64)).hidden.sum().backward()
@@ -168,7 +162,8 @@ def page(c: Constants) -> str:
         reads, writes = traffic(c, alive, alive)
         rates.append(f"| {alive} | {reads:.0f} | {writes:.0f} | {max(reads / GET_LIMIT, writes / PUT_LIMIT):.1%} |")
     runs = []
-    for scale, cards in (("0.6b", 8), ("0.6b", 64), ("1.3b", 64), ("1.3b", 256), ("1.3b", GPUS)):
+    sizes: list[tuple[Scale, int]] = [("0.6b", 8), ("0.6b", 64), ("1.3b", 64), ("1.3b", 256), ("1.3b", GPUS)]
+    for scale, cards in sizes:
         m = pretraining(scale, cards)
         runs.append(
             f"| {scale} | {cards} | {m['tokens_per_s']:,.0f} | {m['hours']:,.0f} | {m['data_mb_per_s']:.1f} | "

@@ -67,7 +67,7 @@ def language(name: str, n_loops: int, until: float, dry_run: bool) -> dict[str, 
     split = int(len(data) * 0.95)
     steps, every, length, batch = (4, 2, 32, 2) if dry_run else (STEPS, EVERY, 512, 32)
     base = model_config(name, "tiny", n_layers=5, n_loops=n_loops)
-    config = ModelConfig(**base.model_dump() | {"vocab_size": 256, "dim": 64 if dry_run else 512})
+    config = ModelConfig.model_validate(base.model_dump() | {"vocab_size": 256, "dim": 64 if dry_run else 512})
     model = build(config, device=device())
     optimizer = adamw(model, lr=1e-3)
     batches = windows(data[:split], batch, length, seed=1)

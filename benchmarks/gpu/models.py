@@ -34,7 +34,7 @@ def model_config(
 ) -> ModelConfig:
     """LAYOUTS[name] at the width of "0.6b", "1.3b" or, for a dry run, "tiny"."""
     dim, num_heads = {"0.6b": (1024, 16), "1.3b": (2048, 16), "tiny": (64, 4)}[size]
-    layout = LAYOUTS[name]
+    layout: Any = LAYOUTS[name]
     if size == "0.6b" and name != "full":
         num_heads = 8  # head_dim 128, which the fused Hopper kernels need
     if size == "tiny" and name == "gdn+dsa":

@@ -149,8 +149,8 @@ def check_loss(dtype: torch.dtype, n_tokens: int) -> list[dict[str, Any]]:
     targets[::5] = IGNORE
     found = {}
     for kind in (dtype, torch.float64):
-        leaves = [x.detach().to(kind).requires_grad_() for x in (hidden, weight)]
-        result = chunked_cross_entropy(*leaves, targets, z_loss=1e-4, chunk_rows=n_tokens // 2)
+        leaves = h, w = [x.detach().to(kind).requires_grad_() for x in (hidden, weight)]
+        result = chunked_cross_entropy(h, w, targets, z_loss=1e-4, chunk_rows=n_tokens // 2)
         result.loss.backward()
         grads = [leaf.grad.double().flatten() for leaf in leaves if leaf.grad is not None]
         found[kind] = {"forward": result.loss.detach()[None], "gradient": torch.cat(grads)}

@@ -12,7 +12,7 @@ import logging
 import multiprocessing
 import signal
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,7 +58,7 @@ class LiveDataset:
         prefetch: int = DEPTH,
         cursors: bytes | None = None,
         quarantine: str | None = None,
-    ) -> Iterator[dict[str, np.ndarray]]:
+    ) -> Generator[dict[str, np.ndarray], None, None]:
         """This rank's share of every global batch from `position`, without end. Close it to end its process.
 
         cursors: the file CURSORS of the checkpoint at `position`, unless that is 0.
@@ -85,7 +85,7 @@ class LiveDataset:
         made = read_ahead(_received(plan, arguments), max(1, prefetch))
         return self._remembering(made, position, global_batch_size)
 
-    def _remembering(self, made: Any, position: int, size: int) -> Iterator[dict[str, np.ndarray]]:
+    def _remembering(self, made: Any, position: int, size: int) -> Generator[dict[str, np.ndarray], None, None]:
         try:
             for batch, cursors in made:
                 position += size
