@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lt2_platform.fence import FENCE
+
 
 @contextmanager
 def some_ray(num_cpus: int | None) -> Iterator[None]:
@@ -62,7 +64,8 @@ def spread(
         # came to run one task at a time, from the middle of a corpus to its end, on two CPUs.
         data.context.downstream_capacity_backpressure_ratio = None
         compute = ray.data.TaskPoolStrategy(size=min(limit or len(rows), len(rows)))
-        call = cloudpickle.dumps((function, shared))  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        fence = os.environ.get(FENCE)  # they write, and work on while this process is stopped
+        call = cloudpickle.dumps((function, shared, fence))  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         results = data.map(functools.partial(_call, call), num_cpus=1, num_gpus=num_gpus or None, compute=compute)
         for row in results.iter_rows():
             failure, found = pickle.loads(row["results"])
@@ -86,7 +89,9 @@ def grouped(count: int, lanes: int) -> Iterator[tuple[int, int]]:
 
 def _call(call: bytes, row: dict[str, Any]) -> dict[str, Any]:
     """A failure travels as a value: as an exception it would come back wrapped, its type lost in a text."""
-    function, shared = pickle.loads(call)
+    function, shared, fence = pickle.loads(call)
+    if fence is not None:
+        os.environ[FENCE] = fence  # of this worker, which is of our job alone
     found, failure = [], None
     try:
         for item in pickle.loads(row["items"]):

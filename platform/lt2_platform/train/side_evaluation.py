@@ -8,6 +8,7 @@ end of training runs on the resources that it gives back.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from ray.exceptions import RayError
 
 from lt2.config import ConfigError
 from lt2.train.config import TrainConfig
+from lt2_platform.fence import FENCE
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
@@ -91,7 +93,7 @@ class SideEvaluations:
     def start(self, name: str) -> Any:
         options = {"num_cpus": self.plan.cpus, "num_gpus": self.gpus, "name": f"evaluate {name}"}
         task = ray.remote(evaluate).options(**options)  # type: ignore[attr-defined]
-        return task.remote(self.spec, self.plan.model_dump(mode="json"), name)
+        return task.remote(self.spec, self.plan.model_dump(mode="json"), name, os.environ.get(FENCE))
 
     def is_over(self, handle: Any) -> bool:
         return bool(ray.wait([handle], timeout=0)[0])
@@ -132,13 +134,15 @@ class SideEvaluations:
                 log.warning("the evaluations of this run are not looked after (%s); trying again", error)
 
 
-def evaluate(spec: WorkerSpec, plan: dict[str, Any], name: str) -> None:
-    """One evaluation, as a Ray task: rows to the run's results, with their step.
+def evaluate(spec: WorkerSpec, plan: dict[str, Any], name: str, fence: str | None) -> None:
+    """One evaluation, as a Ray task: rows to the run's results, with their step. fence: of the attempt it belongs to.
 
     They are split as every evaluation's are; those at the depth the model is trained for are EVALUATION.
     """
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 
+    if fence is not None:
+        os.environ[FENCE] = fence  # the attempt may stand still, taken over, while this goes on
     config = TrainingEvaluation.model_validate(plan)
     evaluation_records.note(spec.out, name, "running")
     found = evaluate_checkpoint(

@@ -19,6 +19,7 @@ from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.sources.listing import PIECE_BYTES
 from lt2_platform.data.spread import spread
 from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage import Storage
 
 pytestmark = pytest.mark.ray
@@ -281,6 +282,22 @@ def test_a_task_whose_worker_dies_runs_again(local_ray, tmp_path):
 
     assert sorted(spread(die_once, range(6), tmp_path, 2)) == list(range(6))
     assert (tmp_path / "died").exists()
+
+
+def test_tasks_of_an_attempt_that_was_taken_over_write_nothing(local_ray, tmp_path, monkeypatch):
+    """They live on while their attempt's process stands still."""
+
+    def write(number, root):
+        Storage(root).write_bytes(f"out/{number}", b"made")
+
+    fence = tmp_path / "attempts/2/lease.json"
+    monkeypatch.setenv(FENCE, str(fence))
+    list(spread(write, [0], str(tmp_path), None))
+    fence.parent.mkdir(parents=True)
+    fence.touch()
+    with pytest.raises(OvertakenError):
+        list(spread(write, [1], str(tmp_path), None))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["0"]
 
 
 def test_after_an_error_no_task_writes(local_ray, tmp_path):

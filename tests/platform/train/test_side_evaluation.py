@@ -4,6 +4,7 @@ import os
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -13,6 +14,7 @@ from botocore.exceptions import EndpointConnectionError
 from lt2.config import ConfigError
 from lt2_platform import storage_errors
 from lt2_platform.evaluate import diagnostics
+from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import evaluation_records, side_evaluation, trainer, worker
@@ -90,7 +92,7 @@ def test_what_the_cluster_can_never_do_is_refused(tmp_path, two_cpus):
 def test_a_table_over_depths_is_no_score_of_the_model_itself(trained, monkeypatch):
     monkeypatch.setattr(diagnostics, "SHORTEST", 6)  # documents of this dataset have 5 and 8 tokens
     name, tasks = checkpoints(trained.out)[-1], [PERPLEXITY, {"type": "diagnostics", "documents": 1}]
-    side_evaluation.evaluate(trained, plan(tasks=tasks, loops=[1, 2, 3]).model_dump(mode="json"), name)
+    side_evaluation.evaluate(trained, plan(tasks=tasks, loops=[1, 2, 3]).model_dump(mode="json"), name, None)
     depths = defaultdict(set)
     for _, kind, row in ResultsStore(Storage(trained.storage_root)).index().evals:
         depths[kind].add(row["n_loops"])
@@ -127,6 +129,21 @@ def trained(tmp_path):
     spec = worker.WorkerSpec(**asdict(spec) | {"evaluate_every": 2})
     worker.run(spec)
     return spec
+
+
+def test_an_evaluation_of_an_attempt_that_was_taken_over_writes_nothing(trained, tmp_path, monkeypatch):
+    """Its task lives on while the attempt's process stands still."""
+    (tmp_path / "next").touch()
+    monkeypatch.setenv(FENCE, str(tmp_path / "next"))
+    sent = []
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *arguments: sent.append(arguments)))
+    monkeypatch.setattr(side_evaluation.ray, "remote", lambda function: task)
+    SideEvaluations(trained, plan(), gpus=0).start("step-00000002")
+    monkeypatch.setenv(FENCE, "")  # as in a worker
+    with pytest.raises(OvertakenError):
+        side_evaluation.evaluate(*sent[0])
+    assert record(trained.out, "step-00000002") == {}
+    assert ResultsStore(Storage(str(tmp_path))).index().evals == []
 
 
 def test_evaluations_wait_the_oldest_are_skipped_and_a_failed_one_costs_nothing_else(trained, caplog):
