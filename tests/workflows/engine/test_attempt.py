@@ -50,7 +50,7 @@ def test_a_recipe_that_raises_ends_with_its_traceback_not_with_an_abort(tmp_path
 
 
 def test_last_words_that_take_too_long_are_not_waited_for():
-    code = "import time; from lt2_workflows.engine.attempt import _end_process as end"
+    code = "import time; from lt2_workflows.engine.output import end_process as end"
     began = time.monotonic()
     child = subprocess.run(
         [sys.executable, "-c", f"{code}\nend('over', lambda: time.sleep(100), 0.2)"], stderr=subprocess.PIPE, text=True

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from lt2.config import ConfigError, load_source
@@ -30,6 +28,7 @@ from lt2_platform.storage_errors import is_away
 from lt2_platform.train.stopping import StopRequest
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
+from lt2_workflows.engine.output import capture_output, end_process
 from lt2_workflows.engine.records import Lease, json_bytes, read_done
 from lt2_workflows.graph import STEP_TYPES, Ref, Step, Workflow
 from lt2_workflows.loading import workflow_from_record
@@ -108,7 +107,7 @@ def run_attempt(
 ) -> int:
     """Run attempt `number` of a step and return one of the exit codes above. Redirects this process's output."""
     step = workflow.steps[name]
-    lease = Lease(storage, step.folder, number, ttl_s, on_lost=_end_process)
+    lease = Lease(storage, step.folder, number, ttl_s, on_lost=end_process)
     if not lease.acquire():
         return BUSY
     os.environ[FENCE] = storage.join(lease.fence)
@@ -120,8 +119,8 @@ def run_attempt(
     state: dict[str, Any] = {"state": "running", "started": time.time(), "provenance": provenance(), "error": None}
     storage.write_json(f"{folder}/state.json", state)
     emit({"event": "started", "attempt": number})
-    lease.on_beat = save_log = _capture_output(storage, f"{folder}/log")
-    lease.on_lost = end = partial(_end_process, last_words=partial(save_log, fenced=False), within_s=ttl_s / 6)
+    lease.on_beat = save_log = capture_output(storage, f"{folder}/log")
+    lease.on_lost = end = partial(end_process, last_words=partial(save_log, fenced=False), within_s=ttl_s / 6)
 
     def progress(values: dict[str, Any]) -> None:
         emit({"event": "progress", "values": values})
@@ -208,47 +207,6 @@ def _causes(failure: BaseException) -> Iterator[BaseException]:
         pending += [*wrapped, *(getattr(error, "worker_failures", None) or {}).values()]
 
 
-def _capture_output(storage: Storage, path: str) -> Callable[..., None]:
-    """Send file descriptors 1 and 2 into the log; returns a function that brings the stored copy up to date.
-
-    Locally the log is written in place, so that even a crash of the interpreter is on record. On S3 a spool file is
-    uploaded with each heartbeat. What is asked for with `fenced=False` is written behind the fence too: an attempt's
-    log is nobody else's, so it can take the place of nothing.
-    """
-    remote = "://" in storage.root
-    spool = Path(tempfile.mkdtemp(prefix="lt2-log-")) / "log" if remote else Path(storage.join(path))
-    file = open(spool, "ab", buffering=0)  # noqa: SIM115  stays open as descriptors 1 and 2
-    sys.stdout.flush()
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
-    uploaded = -1
-
-    def upload(fenced: bool = True) -> None:
-        nonlocal uploaded
-        sys.stdout.flush()
-        size = spool.stat().st_size
-        if not remote or size == uploaded:
-            return
-        if fenced:
-            storage.write_bytes(path, spool.read_bytes())
-        else:
-            storage.fs.pipe_file(storage.join(path), spool.read_bytes())
-        uploaded = size
-
-    return upload
-
-
-def _end_process(reason: str, last_words: Callable[[], None] = lambda: None, within_s: float = 1.0) -> None:
-    """End this process from any of its threads, after its last words, if they take no longer: others work meanwhile."""
-    print(f"lt2: attempt ended: {reason}", file=sys.stderr, flush=True)
-    killed = threading.Timer(within_s, os.kill, (os.getpid(), signal.SIGKILL))
-    killed.daemon = True
-    killed.start()
-    with suppress(Exception):  # whatever storage does
-        last_words()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 _stop = StopRequest()  # of this process, as signals are
 
 
@@ -298,7 +256,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OvertakenError as error:  # while it began or ended; a step's own is met before that
-        _end_process(str(error))
+        end_process(str(error))
         raise
     except ConfigError as error:  # of the record: an attempt's own are in its end
         emit({"event": STATES[BAD_INPUT], "attempt": job["attempt"], "error": str(error)})

@@ -1,0 +1,57 @@
+"""Where an attempt's process leaves what it prints, to its last words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lt2_platform.storage import Storage
+
+
+def capture_output(storage: Storage, path: str) -> Callable[..., None]:
+    """Send file descriptors 1 and 2 into the log; returns a function that brings the stored copy up to date.
+
+    Locally the log is written in place, so that even a crash of the interpreter is on record. On S3 a spool file is
+    uploaded with each heartbeat. What is asked for with `fenced=False` is written behind the fence too: an attempt's
+    log is nobody else's, so it can take the place of nothing.
+    """
+    remote = "://" in storage.root
+    spool = Path(tempfile.mkdtemp(prefix="lt2-log-")) / "log" if remote else Path(storage.join(path))
+    file = open(spool, "ab", buffering=0)  # noqa: SIM115  stays open as descriptors 1 and 2
+    sys.stdout.flush()
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    uploaded = -1
+
+    def upload(fenced: bool = True) -> None:
+        nonlocal uploaded
+        sys.stdout.flush()
+        size = spool.stat().st_size
+        if not remote or size == uploaded:
+            return
+        if fenced:
+            storage.write_bytes(path, spool.read_bytes())
+        else:
+            storage.fs.pipe_file(storage.join(path), spool.read_bytes())
+        uploaded = size
+
+    return upload
+
+
+def end_process(reason: str, last_words: Callable[[], None] = lambda: None, within_s: float = 1.0) -> None:
+    """End this process from any of its threads, after its last words, if they take no longer: others work meanwhile."""
+    print(f"lt2: attempt ended: {reason}", file=sys.stderr, flush=True)
+    killed = threading.Timer(within_s, os.kill, (os.getpid(), signal.SIGKILL))
+    killed.daemon = True
+    killed.start()
+    with suppress(Exception):  # whatever storage does
+        last_words()
+    os.kill(os.getpid(), signal.SIGKILL)
