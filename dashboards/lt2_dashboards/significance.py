@@ -7,9 +7,8 @@ from typing import Any
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import MAX_COMPARED, known
-from lt2_platform.evaluate.compare import Item, paired, scores
+from lt2_platform.evaluate.compare import Item, own_depth, paired, scores
 from lt2_platform.results.store import RunInfo
-from lt2_platform.results.tables import flatten
 
 Scores = dict[tuple[str, str], dict[Item, float]]
 
@@ -40,14 +39,8 @@ def _scores(source: Source, run: RunInfo) -> Scores:
     folder = f"evals/{run.run_id}"
     if not source.storage.glob(f"{folder}/**/samples/*.jsonl"):
         return {}
-    settings = flatten(run.config)
-    loops = settings.get("model.n_loops", settings.get("n_loops"))
-    halts = any(
-        key.removeprefix("model.").startswith("halting") and value is not None for key, value in settings.items()
-    )
-    depth = f"loops-{loops}" + "-early-exit" * halts if isinstance(loops, int) else None
     try:
-        return scores(source.storage.join(folder), depth)
+        return scores(source.storage.join(folder), own_depth(run.config))
     except ConfigError:  # evaluated at other depths only
         return {}
 

@@ -143,7 +143,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:,.2f}" if abs(value) >= 1000 else f"{value:.5g}"
+        return f"{value:,.{0 if value.is_integer() else 2}f}" if abs(value) >= 1000 else f"{value:.5g}"
     if isinstance(value, dict | list):
         return json.dumps(value)
     first, *more = str(value).splitlines() or [""]

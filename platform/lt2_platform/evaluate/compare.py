@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from lt2.config import ConfigError
 from lt2_platform.data.sources.configs import Template
 from lt2_platform.evaluate.repeats import standing
+from lt2_platform.results.tables import flatten
 from lt2_platform.storage import Storage
 
 Item = tuple[int, str]  # number in its task, and the hash of the document
@@ -20,7 +21,7 @@ Key = tuple[str, str]  # task and metric
 _ASKED_AS = re.compile(rf"\+({'|'.join(('chat', *get_args(Template)))})\b.*")  # what harness.chat.label adds to a task
 
 
-def compare(a: str, b: str) -> list[dict[str, Any]]:
+def compare(a: str, b: str, depths: tuple[str | None, str | None] = (None, None)) -> list[dict[str, Any]]:
     """Rows {task, metric, a, b, difference (b - a), stderr, p_value, n, note} over the items that both answered.
 
     a, b: folders (or URIs) of evaluations, with samples/*.jsonl somewhere below. The error is of the mean of paired
@@ -28,10 +29,12 @@ def compare(a: str, b: str) -> list[dict[str, Any]]:
     by chance), else from the normal distribution. A task that the two were asked in different ways only (gsm8k and
     gsm8k+chat) is compared all the same, and its note says so.
 
+    depths: of a and of b, what `scores` takes.
+
     Raises:
-        ConfigError: a folder without samples, several depths in both, or no task in common.
+        ConfigError: a folder without samples, several depths in one, or no task in common.
     """
-    left, right = scores(a), scores(b)
+    left, right = (scores(folder, depth) for folder, depth in zip((a, b), depths))
     rows = []
     for key in sorted(left.keys() & right.keys()):
         rows.append({"task": key[0], "metric": key[1], **paired(left[key], right[key])})
@@ -89,6 +92,16 @@ def sign_test(fewer: int, n: int) -> float:
         ways = ways * (n - k) // (k + 1)  # C(n, k + 1) from C(n, k): each anew takes minutes at 60,000 items
         tail += ways
     return min(1.0, 2 * tail / 2**n)
+
+
+def own_depth(config: Mapping[str, Any]) -> str | None:
+    """Of a run's settings the folder of evaluations at the depth that it was trained at, such as "loops-4"."""
+    settings = flatten(config)
+    loops = settings.get("model.n_loops", settings.get("n_loops"))
+    halts = any(
+        key.removeprefix("model.").startswith("halting") and value is not None for key, value in settings.items()
+    )
+    return f"loops-{loops}" + "-early-exit" * halts if isinstance(loops, int) else None
 
 
 def scores(folder: str, depth: str | None = None) -> dict[Key, dict[Item, float]]:

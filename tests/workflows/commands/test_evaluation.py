@@ -70,6 +70,24 @@ def test_a_model_trained_on_conversations_is_asked_as_one(tmp_path):
             lt2(*options, *wrong)
 
 
+def test_runs_are_compared_at_the_depths_that_they_were_trained_at(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for run, loops, scores in (("a", 2, {1: "000", 2: "001"}), ("b", 4, {2: "000", 4: "111"}), ("c", 8, {1: "010"})):
+        store.create_run(run, {"config": {"model": {"n_loops": loops}}}).close()
+        for depth, given in scores.items():
+            lines = [
+                json.dumps({"task": "copa", "doc_id": n, "doc_hash": f"{n}", "scores": {"acc": int(score)}})
+                for n, score in enumerate(given)
+            ]
+            path = f"evals/{run}/e{depth}/harness/loops-{depth}/samples/copa.jsonl"
+            store.storage.write_bytes(path, "\n".join(lines).encode())
+    options = ("--storage", str(tmp_path), "--json")
+    (row,) = json.loads(lt2("compare", "a", "b", *options))
+    assert (row["n"], row["a"], row["b"]) == (3, pytest.approx(1 / 3), 1)
+    (row,) = json.loads(lt2("compare", "a", "c", *options))  # at no depth of its own, and at one only
+    assert row["b"] == pytest.approx(1 / 3)
+
+
 def test_a_model_from_elsewhere_gets_a_run_of_its_own_once(tmp_path):
     pack, root = tmp_path / "pack", tmp_path / "storage"
     lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", arc_easy=arc()).items()))

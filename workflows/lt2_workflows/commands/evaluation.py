@@ -122,13 +122,17 @@ def compare(
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Per-task differences between two evaluated models on the items both answered, with their significance."""
+    """Per-task differences between two evaluated models on the items both answered, with their significance.
+
+    A run that was evaluated at several depths is taken at the one that it was trained at.
+    """
     from lt2_platform.evaluate.compare import compare as compare_items
     from lt2_platform.storage import Storage
     from lt2_workflows.console import table
 
     root = Storage(storage)
-    rows = compare_items(*(evaluation_folder(root, name) for name in (a, b)))
+    left, right = (evaluation_folder(root, name) for name in (a, b))
+    rows = compare_items(left, right, (trained_depth(root, left), trained_depth(root, right)))
     if json_:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -221,6 +225,17 @@ def evaluation_folder(root: Storage, name: str) -> str:
     if not root.exists(f"evals/{run}"):
         raise config_error(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
     return root.join("evals", run)
+
+
+def trained_depth(root: Storage, folder: str) -> str | None:
+    """Of a run's evaluations those at its own depth; None for other folders, and where there are none at it."""
+    from lt2_platform.evaluate.compare import own_depth
+    from lt2_platform.results.store import ResultsStore
+
+    run = folder.removeprefix(root.join("evals") + "/")
+    info = ResultsStore(root).index().runs.get(run)
+    depth = None if info is None else own_depth(info.config)
+    return depth if depth and root.glob(f"evals/{run}/**/{depth}/samples/*.jsonl") else None
 
 
 def config_error(message: str) -> Exception:
