@@ -88,6 +88,7 @@ def test_failing_and_worse_trials(tmp_path):
     assert "failing lines=2" in table
     assert "stopped early  failed" in table
     assert table in output
+    assert "Failed to fetch" not in (sweep_folder(root) / "attempts/2/log").read_text()
 
 
 def test_a_retry_takes_over_what_ended_and_the_schedulers_results(tmp_path, monkeypatch):

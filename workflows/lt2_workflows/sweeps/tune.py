@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ def tune_trials(config: SweepStep, jobs: dict[str, dict[str, Any]], context: Ste
     # Strict checking would have a trial's last word, its outcome, carry a loss.
     names = ("SIGINT_HANDLER", "AUTO_CALLBACK_LOGGERS", "STRICT_METRIC_CHECKING")
     os.environ.update({f"TUNE_DISABLE_{name}": "1" for name in names})
+    # At the end Tune looks for the files that it was told not to write, and warns of each.
+    logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a job's files are named relative to its working directory
     # No CPU: a trial that held one would keep it from its own workers, and two such trials from each other's.
     place = {"CPU": 0, DRIVERS if DRIVERS in ray.cluster_resources() else HEAD: TRIAL_SHARE}
