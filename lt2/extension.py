@@ -72,7 +72,12 @@ class Extension(Config):
         if name not in cls.kinds:
             near = get_close_matches(str(name), cls.kinds, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown {cls.noun} type {name!r}{hint} (known: {', '.join(sorted(cls.kinds))})")
+            if value.get("source"):
+                own = f"{value['source']} defines no such {cls.noun}"
+            else:
+                own = "one of your own also needs its file, as source"
+            known = ", ".join(sorted(cls.kinds))
+            raise ValueError(f"unknown {cls.noun} type {name!r}{hint} (known: {known}; {own})")
         return cls.kinds[name].model_validate(value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

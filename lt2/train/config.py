@@ -80,7 +80,10 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} leaves no step of {self.steps} at the full lr")
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} leaves no step of {self.steps} at the full lr; "
+                "lower it, or raise steps"
+            )
         if self.compile and self.activation_checkpoint == "selective":
             raise ValueError(
                 "activation_checkpoint 'selective' cannot see into compiled blocks; use 'block' or compile: false"

@@ -221,5 +221,5 @@ def test_betas_that_adam_cannot_take_are_refused(betas):
 
 
 def test_warmup_longer_than_the_run_is_refused():
-    with pytest.raises(ValidationError, match="warmup_steps 5 leaves no step of 5"):
+    with pytest.raises(ValidationError, match="warmup_steps 5 leaves no step of 5 .*; lower it"):
         TrainConfig(steps=5, global_batch_size=1, warmup_steps=5)

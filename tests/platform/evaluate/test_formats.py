@@ -203,7 +203,7 @@ def test_minerva_math_has_four_fixed_examples_and_compares_as_mathematics(tmp_pa
 
 def test_what_minerva_math_needs_is_named(tmp_path, monkeypatch):
     versions = {"math-verify": "0.9.0", "antlr4-python3-runtime": "4.13.2"}
-    monkeypatch.setattr(definitions, "version", versions.__getitem__)
+    monkeypatch.setattr(definitions, "version_of", versions.get)
     with pytest.raises(ConfigError, match=r"here is antlr4-python3-runtime 4.13.2; `pip install math-verify antlr4"):
         asked(tmp_path, "minerva_math", write(tmp_path / "data", minerva_math=MATH), {})
 

@@ -121,7 +121,7 @@ class Dispatcher:
         """The kind that answers, "cuda" or "cpu"."""
         if self.actors:
             return "cuda" if self._gpus() else "cpu"
-        return this_device() if self.scorer is None else next(self.scorer.model.parameters()).device.type
+        return this_device()
 
     def run(self, works: Sequence[Work], progress: Callable[[dict[str, Any]], None]) -> list[list[Any]]:
         """The results of each batch, in order; what `out` already holds is not asked again."""

@@ -258,7 +258,7 @@ def _candidates(uri: str) -> list[str]:
     for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
         if names := complete(folder):
             return [Storage(folder).join(name) for name in reversed(names)]
-    advice = remaking(uri, "give a run's folder or a checkpoint")
+    advice = remaking(uri, "give a run's folder (steps/NAME-… under the storage root) or a checkpoint")
     raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}; {advice}")
 
 

@@ -200,7 +200,9 @@ def test_a_steps_folder_means_its_newest_checkpoint(tmp_path):
 
 def test_no_checkpoint_at_all(tmp_path):
     assert checkpoint.latest(str(tmp_path / "nowhere")) is None
-    with pytest.raises(checkpoint.CheckpointError, match="no complete checkpoint in it"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"no complete checkpoint in it .* a run's folder \(steps/NAME"
+    ):
         checkpoint.load_model(str(tmp_path))
 
 
