@@ -25,3 +25,7 @@ def kept(*numbers: signal.Signals) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
+            # While Ray connects, its C++ library (absl) hears of signals first. It prints where the process is, hands
+            # the signal on, and has an alarm abort the process 3 s later, in the middle of what the handler began.
+            if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+                signal.alarm(0)

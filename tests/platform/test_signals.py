@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 
 import pytest
 
 from lt2_platform.signals import kept
+from tests.ranks import PATHS
+
+PATH = {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
 
 
 class Heard(KeyboardInterrupt):
@@ -48,6 +53,21 @@ def test_another_exit_stays_one(code):
     with pytest.raises(SystemExit) as stop, kept(signal.SIGTERM):
         sys.exit(code)
     assert stop.value.code == code
+
+
+AFTER = """
+import signal, sys, time
+from lt2_platform.signals import kept
+with kept(signal.SIGTERM):
+    signal.alarm(1)
+time.sleep(1.5)
+print("alive")
+"""
+
+
+def test_an_alarm_that_rays_library_has_set_for_a_signal_aborts_nobody():
+    ran = subprocess.run([sys.executable, "-c", AFTER], capture_output=True, text=True, env=os.environ | PATH)
+    assert (ran.returncode, ran.stdout) == (0, "alive\n")
 
 
 def test_a_signal_that_nobody_asked_for_ends_the_process_by_rays_code():
