@@ -1,4 +1,4 @@
-"""Which share of a machine's cores a process may use: of what runs side by side, each its part.
+"""Which of a machine's cores a process may use, and which share: of what runs side by side, each its part.
 
 More threads than cores are far worse than too few: PyTorch's wait by spinning, and two trainings with two threads each
 took ten times as long on two cores as with one thread each.
@@ -6,8 +6,10 @@ took ten times as long on two cores as with one thread each.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
 
 def share(environment: Mapping[str, str], among: int) -> dict[str, str]:
@@ -15,6 +17,42 @@ def share(environment: Mapping[str, str], among: int) -> dict[str, str]:
     stays."""
     if "OMP_NUM_THREADS" in environment and "LT2_CORES" not in environment:
         return {"OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]}
-    cores = int(environment.get("LT2_CORES") or os.cpu_count() or 1)
+    cores = int(environment.get("LT2_CORES") or usable())
     part = str(max(1, cores // among))
     return {"LT2_CORES": part, "OMP_NUM_THREADS": part}
+
+
+def usable() -> int:
+    """Cores that this process may use. taskset, Slurm, Docker and Kubernetes leave it fewer than the machine has, which
+    is what os.cpu_count() says."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(allowed, quota())))
+
+
+def quota(root: Path = Path("/")) -> float:
+    """Cores' worth of time that the control groups of this process (either version) allow; infinite without a limit.
+
+    root: where /proc and /sys are.
+    """
+    return min(_limits(root), default=math.inf)
+
+
+def _limits(root: Path) -> Iterator[float]:
+    mounts = root / "sys/fs/cgroup"
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = mounts / controllers
+        # A limit holds for the groups below it too. In a container the mount may be the group itself.
+        for place in (PurePosixPath(group), *PurePosixPath(group).parents):
+            folder = mount / place.relative_to("/")
+            if (both := folder / "cpu.max").is_file():
+                most, period = both.read_text().split()
+            elif (first := folder / "cpu.cfs_quota_us").is_file():
+                most, period = first.read_text(), (folder / "cpu.cfs_period_us").read_text()
+            else:
+                continue
+            if most != "max" and int(most) > 0:  # -1: no limit
+                yield int(most) / int(period)

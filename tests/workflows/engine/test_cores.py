@@ -1,11 +1,9 @@
-"""Shares of a machine's cores: what runs side by side divides them, and the user's word goes before."""
+"""How many steps of a graph can run side by side."""
 
-import os
 from dataclasses import dataclass
 
 import pytest
 
-from lt2_platform.cores import share
 from lt2_workflows.engine.cores import side_by_side
 from lt2_workflows.loading import load_workflow
 
@@ -54,13 +52,3 @@ def test_the_widest_set_is_found_by_brute_force_too():
     for name in ("teacher", "probe-0", "select", "evaluate-stage3", "retention"):
         apart = [n for n in steps if n != name and n not in before[name] and name not in before[n]]
         assert found[name] == 1 + widest(apart)
-
-
-def test_shares_of_the_cores(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert share({}, 1) == {"LT2_CORES": "8", "OMP_NUM_THREADS": "8"}
-    assert share({}, 3) == {"LT2_CORES": "2", "OMP_NUM_THREADS": "2"}
-    assert share({}, 100) == {"LT2_CORES": "1", "OMP_NUM_THREADS": "1"}
-    # A sweep's trial divides its own part further.
-    assert share(share({}, 2), 2) == {"LT2_CORES": "2", "OMP_NUM_THREADS": "2"}
-    assert share({"OMP_NUM_THREADS": "5", "HOME": "/"}, 2) == {"OMP_NUM_THREADS": "5"}

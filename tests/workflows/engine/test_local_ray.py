@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,3 +33,31 @@ def test_only_the_folders_of_dead_drivers_go(tmp_path, monkeypatch):
     _sweep()
     assert not dead.exists()
     assert all(each.exists() for each in kept)
+
+
+IMPORTED_BEFORE = """
+import os, ray
+from ray._raylet import AuthenticationTokenLoader
+from lt2_workflows.engine import local_ray
+
+def start(**options):
+    token = open(os.environ["RAY_AUTH_TOKEN_PATH"]).read()
+    print(AuthenticationTokenLoader.instance().get_token_for_http_header() == {"authorization": "Bearer " + token})
+    raise SystemExit
+
+AuthenticationTokenLoader.instance().get_token_for_http_header()
+local_ray._start = start
+with local_ray.ray_head(1):
+    pass
+"""
+
+
+def test_a_recipe_may_import_ray_before_it_is_started(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    environment |= {
+        "TMPDIR": str(tmp_path),
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run([sys.executable, "-c", IMPORTED_BEFORE], capture_output=True, text=True, env=environment)
+    assert done.stdout == "True\n", done.stderr

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lt2.config import ConfigError
+from lt2_platform.cores import usable
 from lt2_platform.storage_errors import patiently
 from lt2_workflows.engine.attempt import BAD_INPUT, BUSY, DONE, INFRASTRUCTURE, INTERRUPTED, StepContext
 from lt2_workflows.engine.child import run_child
@@ -114,7 +115,7 @@ def _ray_for(pending: list[Step]) -> AbstractContextManager[dict[str, str]]:
         return nullcontext(dict(os.environ))
     # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
     workers = max(step.config.workers for step in pending)
-    return ray_head(max(os.cpu_count() or 1, workers + 1))
+    return ray_head(max(usable(), workers + 1))
 
 
 def _choose(workflow: Workflow, storage: Storage, only: str | None) -> dict[str, Step]:

@@ -44,11 +44,11 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     if "RAY_AUTH_MODE" not in os.environ:
-        # Before Ray is imported: it reads them once.
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
     try:
         import ray
 
+        _read_token_again()
         try:
             _start(num_cpus=num_cpus, log_to_driver=False, logging_level=logging.WARNING, _temp_dir=str(folder))
             yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -56,6 +56,14 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
             _stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_token_again() -> None:
+    """Ray reads these variables once, when it is imported, which a recipe's own file may have done before."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # as Ray's own tests do; there is no public way
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _start(**options: Any) -> None:
