@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, packs, records, sweeps
+from lt2_workflows.commands.doctor import doctor
 from lt2_workflows.commands.evaluation import StorageOption
 from lt2_workflows.commands.export import export
 from lt2_workflows.commands.generate import generate
@@ -169,6 +170,7 @@ app.command()(export)
 app.command()(models.checkpoints)
 app.add_typer(models.bench, name="bench")
 app.command()(diagnosis.diagnose)
+app.command()(doctor)
 
 
 # --help too is for the dashboard's own parser.

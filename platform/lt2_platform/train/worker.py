@@ -21,6 +21,7 @@ from lt2.config import ModelConfig
 from lt2.distill.student import start_from
 from lt2.memory import keeps_gathered
 from lt2.model import LoopedLM, build
+from lt2.ops.dispatch import startup_problems
 from lt2.train import parallel
 from lt2.train.loop import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
 from lt2.train.optim import adamw, freeze, warmup_cosine
@@ -84,6 +85,8 @@ def run(
     reader: who reads packed shards; None: this process.
     """
     config = TrainConfig.model_validate(spec.train)
+    for problem in startup_problems() if ranks.is_rank_zero() else ():
+        log.warning("%s", problem)
     rollbacks = Rollbacks(spec.out, spec.storage_root, spec.run_id, config.rollbacks)
     with nullcontext(stop) if stop else on_signals() as asked:
         while True:

@@ -283,6 +283,14 @@ def test_an_event_that_storage_refuses_comes_with_the_next(storage, monkeypatch,
     assert [json.loads(line)["event"] for line in lines] == ["retry", "done"]
 
 
+def test_a_cluster_that_is_gone_is_told_before_anything_is_written(storage, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(executor, "unanswered", lambda address: f"nothing answers at {address}")
+    with pytest.raises(ConfigError, match=r"nothing answers at 10\.0\.0\.1"):
+        run(load_workflow("quickstart", []), storage, say=lambda event: None)
+    assert not os.path.exists(storage.root)
+
+
 def test_a_ray_is_started_for_steps_that_will_join_one(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(executor, "ray_head", lambda num_cpus: nullcontext({"cpus": num_cpus}))

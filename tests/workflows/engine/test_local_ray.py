@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 
+import pytest
+
 from lt2_platform.step_records import this_process
-from lt2_workflows.engine.local_ray import OWNER, PREFIX, _sweep
+from lt2_workflows.engine.local_ray import OWNER, PREFIX, _sweep, unanswered
 
 
 def folder(tmp_path, name, owner):
@@ -61,3 +64,23 @@ def test_a_recipe_may_import_ray_before_it_is_started(tmp_path):
     }
     done = subprocess.run([sys.executable, "-c", IMPORTED_BEFORE], capture_output=True, text=True, env=environment)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_a_cluster_that_is_gone_is_told_at_once():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert f"nothing answers at RAY_ADDRESS=127.0.0.1:{port}" in unanswered(f"127.0.0.1:{port}")
+    assert "nothing answers" in unanswered(f"ray://127.0.0.1:{port}")
+
+
+def test_a_cluster_that_is_there():
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        head.listen()
+        assert unanswered(f"127.0.0.1:{head.getsockname()[1]}") == ""
+
+
+@pytest.mark.parametrize("address", ["auto", "local"])
+def test_addresses_that_name_no_port_are_left_to_ray(address):
+    assert unanswered(address) == ""

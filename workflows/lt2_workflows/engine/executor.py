@@ -20,7 +20,7 @@ from lt2_platform.storage_errors import patiently
 from lt2_workflows.engine.attempt import BAD_INPUT, BUSY, DONE, INFRASTRUCTURE, INTERRUPTED, StepContext
 from lt2_workflows.engine.child import run_child
 from lt2_workflows.engine.cores import side_by_side
-from lt2_workflows.engine.local_ray import ray_head
+from lt2_workflows.engine.local_ray import ray_head, unanswered
 from lt2_workflows.engine.records import TTL_S, Events, Watch, describe_holder, read_done, release_for, write_workflow
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
 from lt2_workflows.inputs import check_inputs
@@ -99,6 +99,8 @@ def run(
         check = STEP_TYPES[step.config.type].check
         if check is not None:
             check(step.config)
+    if _needs_ray(pending) and (silent := unanswered(os.environ.get("RAY_ADDRESS", ""))):
+        raise ConfigError(silent)
     storage.check_writable()
     write_workflow(storage, workflow)
     with _ray_for(pending) as environment:
@@ -109,9 +111,13 @@ def run(
         return _run_graph(driver, chosen)
 
 
+def _needs_ray(steps: list[Step]) -> bool:
+    return any(step.config.needs_ray for step in steps)
+
+
 def _ray_for(pending: list[Step]) -> AbstractContextManager[dict[str, str]]:
     """The environment of attempts, with a Ray if one is needed that we are not inside of."""
-    if "RAY_ADDRESS" in os.environ or not any(step.config.needs_ray for step in pending):
+    if "RAY_ADDRESS" in os.environ or not _needs_ray(pending):
         return nullcontext(dict(os.environ))
     # A coordinator takes no CPU, but as many logical CPUs as workers must exist or Train waits forever for a place.
     workers = max(step.config.workers for step in pending)

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from lt2_platform.step_records import died_here, this_process
 
 PREFIX, OWNER = "lt2-ray-", "owner.json"
 STARTS = 3
+ANSWER_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
 
 def _read_token_again() -> None:
     """Ray reads these variables once, when it is imported, which a recipe's own file may have done before."""
-    from ray._raylet import AuthenticationTokenLoader, Config  # as Ray's own tests do; there is no public way
+    # As Ray's own tests do; there is no public way.
+    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
@@ -85,6 +88,19 @@ def _start(**options: Any) -> None:
                     "busy, look whether memory, disk or processes have run out, and give the same command again"
                 ) from error
             log.warning("Ray did not start (%s); starting it again", _said(error))
+
+
+def unanswered(address: str) -> str:
+    """Why nothing is at host:port, for which Ray itself would wait a quarter of an hour; empty if something is, and for
+    addresses of other kinds ("auto")."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return ""
+    try:
+        socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+        return ""
+    except OSError as error:
+        return f"nothing answers at RAY_ADDRESS={address} ({error}); correct it, or unset it for a Ray of one's own"
 
 
 def connect(address: str, **options: Any) -> None:

@@ -1,0 +1,86 @@
+"""Cores, memory, files and cards of this machine, as far as a process here may use them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lt2_platform.cores import usable
+from lt2_platform.doctor.finding import Finding
+
+PART = "machine"
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+OBJECT_STORE = 0.3  # of the memory, Ray's default
+FILES = 8192
+RAY_STOPS_AT = 0.95  # of a disk: Ray refuses to write objects there
+
+
+def machine() -> Iterator[Finding]:
+    yield cores(os.cpu_count() or 1, usable())
+    yield Finding(PART, "memory", "ok", f"{memory() / GIB:.0f} GiB")
+    if SHARED_MEMORY.is_dir():
+        yield shared_memory(shutil.disk_usage(SHARED_MEMORY).total, memory())
+    yield disk(tempfile.gettempdir(), *shutil.disk_usage(tempfile.gettempdir())[:2])
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        yield card(index)
+
+
+def memory() -> int:
+    """Bytes that a process here may use: the machine's, or less in a container."""
+    from ray._private.utils import get_system_memory  # pyright: ignore[reportPrivateImportUsage]  what Ray goes by
+
+    return get_system_memory()
+
+
+def cores(there: int, ours: int) -> Finding:
+    if ours == there:
+        return Finding(PART, "cores", "ok", f"{ours}")
+    return Finding(PART, "cores", "ok", f"{ours} of {there} may be used here (affinity or a container's quota)")
+
+
+def shared_memory(size: int, memory: int) -> Finding:
+    """Both in bytes."""
+    said = f"{size / GIB:.1f} GiB in {SHARED_MEMORY}"
+    if size >= OBJECT_STORE * memory:
+        return Finding(PART, "shared memory", "ok", said)
+    wanted = f"{OBJECT_STORE * memory / GIB:.0f} GiB"
+    said += (
+        f", less than the {wanted} that Ray takes for objects: it uses files instead, which are slower; give the "
+        f"container more (docker run --shm-size={OBJECT_STORE * memory / GIB:.0f}g, an emptyDir of medium Memory)"
+    )
+    return Finding(PART, "shared memory", "note", said)
+
+
+def disk(folder: str, total: int, used: int) -> Finding:
+    """Where Ray's logs and spilled objects go; in bytes."""
+    said = f"{(total - used) / GIB:.0f} of {total / GIB:.0f} GiB free in {folder}"
+    if used < RAY_STOPS_AT * total:
+        return Finding(PART, "temporary files", "ok", said)
+    said += (
+        f"; Ray writes no objects to a disk that is {RAY_STOPS_AT:.0%} full: free some, or set TMPDIR to another disk"
+    )
+    return Finding(PART, "temporary files", "PROBLEM", said)
+
+
+def open_files(limit: int) -> Finding:
+    if limit == resource.RLIM_INFINITY or limit >= FILES:
+        return Finding(PART, "open files", "ok", "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,}")
+    said = f"a process may open {limit:,}; Ray on many cores or nodes needs more: ulimit -n 65536"
+    return Finding(PART, "open files", "note", said)
+
+
+def card(index: int) -> Finding:
+    found = torch.cuda.get_device_properties(index)
+    free, _ = torch.cuda.mem_get_info(index)
+    said = f"{found.name}, {free / GIB:.0f} of {found.total_memory / GIB:.0f} GiB free, sm_{found.major}{found.minor}"
+    if found.major < 8:
+        return Finding(PART, f"card {index}", "note", f"{said}; it emulates bf16: compare train.precision=fp32")
+    return Finding(PART, f"card {index}", "ok", said)

@@ -1,0 +1,114 @@
+"""`lt2 doctor`: whether this machine, a store and a cluster do what LT2 needs, before a run finds out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lt2_workflows.commands.evaluation import JsonOption, StorageOption
+
+if TYPE_CHECKING:
+    from lt2_platform.doctor.finding import Finding
+    from lt2_platform.storage import Storage
+
+
+def doctor(
+    storage: StorageOption = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Also run every mixer and compare it with fp64; minutes on a new card.")
+    ] = False,
+    mixers: Annotated[
+        str | None, typer.Option(metavar="TYPE,TYPE", help="As --kernels, for these. [default: all]")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Look whether this machine, the storage and Ray do what LT2 needs. Exit code 1 if something does not.
+
+    Where RAY_ADDRESS names a cluster, each of its nodes is looked at, else a Ray is started and ended.
+    """
+    from lt2.config import ConfigError, mixer_types
+    from lt2_platform.storage import Storage
+
+    only = [] if mixers is None else [name.strip() for name in mixers.split(",")]
+    for name in only:
+        if name not in mixer_types():
+            raise ConfigError(f"--mixers: no mixer {name!r}; choose among {', '.join(mixer_types())}")
+    found: list[Finding] = []
+    with removed_if_new(Storage(storage)) as root:
+        for finding in look(root, run_kernels=kernels or bool(only), mixers=only):
+            if not json_:
+                if not found or found[-1].part != finding.part:
+                    typer.echo(finding.part)
+                typer.echo(f"  {finding.state:<8} {finding.name:<20} {finding.said}")
+            found.append(finding)
+    problems = sum(finding.state == "PROBLEM" for finding in found)
+    if json_:
+        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+    elif problems:
+        typer.echo(f"{problems} problem{'s' if problems != 1 else ''}")
+    else:
+        typer.echo("nothing stands in the way")
+    raise typer.Exit(1 if problems else 0)
+
+
+@contextmanager
+def removed_if_new(storage: Storage) -> Iterator[Storage]:
+    """A folder that only came to be by our looking goes again."""
+    new = "://" not in storage.root and not os.path.exists(storage.root)
+    yield storage
+    if new:
+        with suppress(OSError):  # somebody uses it by now
+            os.rmdir(storage.root)
+
+
+def look(storage: Storage, *, run_kernels: bool, mixers: list[str]) -> Iterator[Finding]:
+    import torch
+
+    from lt2_platform.doctor import kernels, machine, software, store
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    yield from software.software()
+    yield from machine.machine()
+    yield from kernels.chosen(device)
+    if run_kernels:
+        yield from kernels.run(device, mixers)
+    usable = True
+    for finding in store.store(storage):
+        usable = usable and finding.state != "PROBLEM"
+        yield finding
+    if usable:
+        yield from ray_works(storage)
+
+
+def ray_works(storage: Storage) -> Iterator[Finding]:
+    from lt2_platform.cores import usable
+    from lt2_platform.doctor import cluster
+    from lt2_platform.doctor.finding import Finding
+    from lt2_workflows.engine.local_ray import NoRayError, connect, leave_ray, ray_head, unanswered
+
+    address = os.environ.get("RAY_ADDRESS")
+    if address and (silent := unanswered(address)):
+        yield Finding(cluster.PART, "cluster", "PROBLEM", silent)
+        return
+    started = time.perf_counter()
+    try:
+        if address:
+            connect(address, log_to_driver=False, logging_level=logging.WARNING)
+            yield Finding(cluster.PART, "cluster", "ok", f"connected to {address}")
+            yield from cluster.nodes(storage)
+            leave_ray()
+            return
+        with ray_head(usable()):
+            seconds = time.perf_counter() - started
+            yield Finding(cluster.PART, "local Ray", "ok", f"started in {seconds:.0f} s; RAY_ADDRESS names no cluster")
+            yield from cluster.nodes(storage)
+    except NoRayError as error:
+        yield Finding(cluster.PART, "cluster" if address else "local Ray", "PROBLEM", str(error))
