@@ -201,10 +201,12 @@ def test_a_loss_that_is_not_finite_saves_nothing_and_marks_the_run_failed(tmp_pa
     assert ResultsStore(Storage(str(tmp_path))).run("run").state == "failed"
 
 
-def test_validation_loss_is_logged_when_due(tmp_path):
+def test_validation_loss_is_logged_when_due_and_slow_kernels_at_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(worker, "startup_problems", lambda: ["fla is not installed"])
     write_dataset(tmp_path / "data")
     spec = open_run(tmp_path, pretrain_config(eval_every=3))
     worker.run(spec)
+    assert "fla is not installed" in caplog.messages
     table = ResultsStore(Storage(str(tmp_path))).metrics("run", ["validation_loss"]).to_pylist()
     assert [row["step"] for row in table] == [3, 6]
     assert all(0 < row["value"] < 2 * math.log(VOCAB) for row in table)
