@@ -14,7 +14,8 @@ from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.records import Records
 from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.evaluate.repeats import standing
-from lt2_platform.results.store import RunInfo, differences, flatten, result_name
+from lt2_platform.results.rows import result_name
+from lt2_platform.results.store import RunInfo, differences, flatten
 from lt2_platform.results.tables import as_text, total_steps
 
 MAX_COMPARED = 20

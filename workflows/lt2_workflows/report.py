@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
 from lt2_platform.evaluate.repeats import standing
-from lt2_platform.results.store import ResultsStore, result_name
+from lt2_platform.results.rows import result_name
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.results.tables import flatten
 from lt2_workflows.console import duration
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state

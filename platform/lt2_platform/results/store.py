@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +31,8 @@ from lt2_platform.results import index as index_files
 from lt2_platform.results.curves import encode, last_written, rows_table
 from lt2_platform.results.index import Index
 from lt2_platform.results.parts import list_parts, part_name, read_curves, read_parts, write_curves
-from lt2_platform.results.tables import UNITS, RunInfo, flatten
+from lt2_platform.results.rows import result_rows
+from lt2_platform.results.tables import RunInfo, flatten
 from lt2_platform.storage import Storage
 
 __all__ = ["Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
@@ -157,39 +157,21 @@ class ResultsStore:
         return Curves(table, tuple(problems))
 
     def results(self, runs: Collection[str] | None = None, *, index: Index | None = None) -> list[dict[str, Any]]:
-        """Rows {run, step, metric, value, unit, config}: the last value of every metric, summaries and evaluations.
+        """Rows {run, step, metric, value, unit, counts, config}: the last value of every metric, summaries and
+        evaluations.
 
-        runs: only theirs. `config` holds only what differs between the runs; `unit` is "" where there is none.
+        runs: only theirs. `config` holds only what differs between the runs; `unit` is "" where there is none;
+        `counts` is False of an evaluation that another of the same name stands above (`repeats.standing`).
         index: as it was read before; None reads it.
         """
         index = index or self.index()
         chosen = [run for run in index.runs if runs is None or run in runs]
         differs = differences({run: index.runs[run].config for run in chosen})
         return [
-            {"run": run, "step": step, "metric": metric, "value": value, "unit": unit, "config": differs.get(run, {})}
-            for run, step, metric, value, unit in _result_rows(index)
+            {"run": run, **row, "config": differs.get(run, {})}
+            for run, row in result_rows(index)
             if runs is None or run in runs
         ]
-
-
-def _result_rows(index: Index) -> Iterator[tuple[str, int | None, str, float, str]]:
-    for run_id, run in sorted(index.runs.items()):
-        for metric, (step, value) in sorted(run.last.items()):
-            yield run_id, step, metric, value, UNITS.get(metric, "")
-        for metric, value in sorted(flatten(run.summary or {}).items()):
-            if _is_number(value) and metric not in run.last:
-                yield run_id, run.step, f"summary.{metric}", float(value), ""
-    for run_id, name, row in index.evals:
-        if _is_number(row.get("value")) and "layer" not in row:  # readings inside a model are no results of it
-            yield run_id, row.get("step"), result_name(name, row), float(row["value"]), row.get("unit") or ""
-
-
-def result_name(evaluation: str, row: Mapping[str, Any]) -> str:
-    """What a result is called, e.g. "validation/arc_easy/acc" or "depth/arc_easy/acc/8 loops"."""
-    parts = [evaluation, *(str(row[key]) for key in ("task", "metric") if row.get(key) is not None)]
-    if evaluation == "depth" and "n_loops" in row:  # a table over depths: its rows differ in nothing else
-        parts.append(f"{row['n_loops']} loops" + ", early exit" * bool(row.get("early_exit")))
-    return "/".join(parts)
 
 
 class RunWriter:
@@ -296,7 +278,3 @@ def redacted(value: Any, key: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [redacted(item) for item in value]
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

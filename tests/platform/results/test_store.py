@@ -70,12 +70,23 @@ def test_results_rows_name_what_differs(local):
     local.log_eval("r1", "speed", [{"task": "t", "metric": "decode", "value": 7.0, "step": 8, "unit": "tokens/s"}])
     rows = local.results()
     first, second = {"run": "r1", "step": 8}, {"run": "r2", "step": 8}
-    one, two = {"config": {"train.seed": 1}}, {"config": {"train.seed": 2}}
+    one, two = {"config": {"train.seed": 1}, "counts": True}, {"config": {"train.seed": 2}, "counts": True}
     assert first | {"metric": "loss", "value": 2.0, "unit": "nats/token"} | one in rows
     assert second | {"metric": "summary.tokens", "value": 10.0, "unit": ""} | two in rows
     assert first | {"metric": "speed/t/decode", "value": 7.0, "unit": "tokens/s"} | one in rows
     assert {row["run"] for row in local.results(["r2"])} == {"r2"}
     assert not any(row["config"] for row in local.results(["r2"]))  # of one run alone nothing differs
+
+
+def test_of_repeated_evaluations_the_newest_whole_one_counts(local):
+    local.create_run("r", {}).close()
+    asked = {"task": "piqa", "metric": "acc", "step": 8}
+    for more in ({"value": 0.1, "limit": None}, {"value": 0.2, "limit": None}, {"value": 0.3, "limit": 10}):
+        local.log_eval("r", "core", [asked | more, {"task": "copa", "metric": "acc", "value": 0.5}])
+    local.log_eval("r", "other", [asked | {"value": 0.4, "limit": 10}])
+    counting = [(row["metric"], row["value"]) for row in local.results() if row["counts"]]
+    assert sorted(counting) == [("core/copa/acc", 0.5), ("core/piqa/acc", 0.2), ("other/piqa/acc", 0.4)]
+    assert len(local.results()) == 7
 
 
 def test_parts_are_flushed_on_time_and_size_and_at_the_end(local, monkeypatch):

@@ -76,7 +76,10 @@ def results(
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Show the numbers of runs: metric, step, value, unit, and how the runs' configs differ."""
+    """Show the numbers of runs: metric, step, value, unit, and how the runs' configs differ.
+
+    Of repeated evaluations on one task the newest whole one counts, in tables and figures too; the others say no.
+    """
     from lt2_platform.results.store import ResultsStore
     from lt2_workflows.console import table
 
@@ -96,7 +99,10 @@ def results(
         typer.echo(run)
         if differs := _settings(mine[0]["config"]):
             typer.echo(fill(differs, 120, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
-        typer.echo(table(mine, ["metric", "step", "value", "unit"]) + "\n")
+        columns = ["metric", "step", "value", "unit"]
+        if any(not row["counts"] for row in mine):
+            columns.append("counts")
+        typer.echo(table([row | {"counts": "" if row["counts"] else "no"} for row in mine], columns) + "\n")
 
 
 def _runs(root: Storage, index: Index, names: list[str]) -> set[str]:

@@ -1,0 +1,49 @@
+"""The numbers of all runs as flat rows: last values, summaries and evaluations, and which of repeated ones counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lt2_platform.evaluate.repeats import standing
+from lt2_platform.results.index import Index
+from lt2_platform.results.tables import UNITS, flatten
+
+
+def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(run, {step, metric, value, unit, counts}), see ResultsStore.results."""
+    for run_id, run in sorted(index.runs.items()):
+        for metric, (step, value) in sorted(run.last.items()):
+            yield run_id, _row(step, metric, value, UNITS.get(metric, ""))
+        for metric, value in sorted(flatten(run.summary or {}).items()):
+            if _is_number(value) and metric not in run.last:
+                yield run_id, _row(run.step, f"summary.{metric}", value, "")
+    evaluations = [
+        (run_id, result_name(name, row), row)
+        for run_id, name, row in index.evals
+        if _is_number(row.get("value")) and "layer" not in row  # readings inside a model are no results of it
+    ]
+    counting: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for run_id, name, row in evaluations:
+        if standing(row) >= standing(counting.get((run_id, name), row)):
+            counting[run_id, name] = row
+    for run_id, name, row in evaluations:
+        counts = counting[run_id, name] is row
+        yield run_id, _row(row.get("step"), name, row["value"], row.get("unit") or "", counts=counts)
+
+
+def _row(step: int | None, metric: str, value: float, unit: str, *, counts: bool = True) -> dict[str, Any]:
+    return {"step": step, "metric": metric, "value": float(value), "unit": unit, "counts": counts}
+
+
+def result_name(evaluation: str, row: Mapping[str, Any]) -> str:
+    """What a result is called, e.g. "validation/arc_easy/acc" or "depth/arc_easy/acc/8 loops"."""
+    parts = [evaluation, *(str(row[key]) for key in ("task", "metric") if row.get(key) is not None)]
+    if evaluation == "depth" and "n_loops" in row:  # a table over depths: its rows differ in nothing else
+        parts.append(f"{row['n_loops']} loops" + ", early exit" * bool(row.get("early_exit")))
+    return "/".join(parts)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
