@@ -127,7 +127,7 @@ def startup_problems() -> list[str]:
         return []
     problems = []
     if not _installed("triton") or not _installed("fla"):
-        problems.append("fla is not installed: linear mixers run on plain PyTorch; install the `cuda` extra")
+        problems.append("fla is not installed: linear mixers run on plain PyTorch; install the `fla` extra")
     elif scalar_gate_backward_is_broken(delta=False):
         mixers = "GDN, Mamba2 and RetNet" if scalar_gate_backward_is_broken() else "Mamba2 and RetNet"
         version = ".".join(map(str, _triton_version()))
@@ -136,7 +136,9 @@ def startup_problems() -> list[str]:
             "the slower per-channel kernels; install triton >= 3.7.1 (or, for GDN, tilelang)"
         )
     if not _installed("flash_attn"):
-        problems.append("flash-attn is not installed: softmax attention runs on PyTorch's own kernels")
+        problems.append(
+            "flash-attn is not installed: softmax attention runs on PyTorch's own kernels (README says how to build it)"
+        )
     return problems
 
 
@@ -149,7 +151,7 @@ def _fla_obstacle(device: str, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "fla has no fp64 kernels"
     if not _installed("triton") or not _installed("fla"):
-        return "fla or triton is not installed; install the `cuda` extra"
+        return "fla or triton is not installed; install the `fla` extra"
     return ""
 
 

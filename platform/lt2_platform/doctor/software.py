@@ -33,7 +33,7 @@ def packages(required: Sequence[str] | None) -> Finding:
         return Finding(PART, "packages", "note", f"{listed}; LT2 is not installed, so nothing to compare with")
     off = [said for text in required if (said := _unmet(Requirement(text)))]
     if off:
-        said = f"{', '.join(off)}; pip install -c constraints.txt . (on CUDA: pip install '.[cuda]')"
+        said = f"{', '.join(off)}; pip install -c constraints.txt . (on CUDA: pip install '.[fla]')"
         return Finding(PART, "packages", "PROBLEM", said)
     return Finding(PART, "packages", "ok", listed)
 

@@ -73,7 +73,7 @@ def test_startup_problems_name_their_fix(monkeypatch):
     assert flash.startswith("flash-attn is not installed")
     _pretend(monkeypatch, capability=(9, 0), triton=(0, 0, 0), installed=("flash_attn",))
     (missing,) = dispatch.startup_problems()
-    assert "install the `cuda` extra" in missing
+    assert "install the `fla` extra" in missing
 
 
 def test_a_choice_does_not_break_a_compiled_graph(caplog):

@@ -24,10 +24,15 @@ COPY --chown=ray lt2 lt2
 COPY --chown=ray platform/lt2_platform platform/lt2_platform
 COPY --chown=ray workflows/lt2_workflows workflows/lt2_workflows
 COPY --chown=ray dashboards/lt2_dashboards dashboards/lt2_dashboards
-# flash-attn and fla build against the torch they find; constraints.txt is for CPU machines.
-RUN {python} -m pip install --no-cache-dir . && \\
-    {python} -m pip install --no-cache-dir --no-build-isolation '.[cuda]' && \\
+# constraints.txt is for CPU machines.
+RUN {python} -m pip install --no-cache-dir '.[fla]' && \\
     {python} -c "import ray; assert ray.__version__ == '{ray_version}', ray.__version__"
+# flash-attn is compiled, with the nvcc of a base image whose CUDA is torch's: docker build --build-arg FLASH_ATTN=1.
+# Without it softmax attention runs on PyTorch's flash kernels.
+ARG FLASH_ATTN=0
+RUN if [ "$FLASH_ATTN" = 1 ]; then \\
+    {python} -m pip install --no-cache-dir setuptools ninja packaging psutil && \\
+    {python} -m pip install --no-cache-dir --no-build-isolation flash-attn; fi
 # Not the source tree: a folder called platform/ must not be where jobs start.
 WORKDIR /home/ray
 """
