@@ -141,8 +141,11 @@ def test_ones_own_items_need_no_definition_but_their_columns(tmp_path):
         packs.build(str(tmp_path / "pack"), {"mine": str(tmp_path / "odd.jsonl")})
     with pytest.raises(ConfigError, match="does not exist"):
         packs.build(str(tmp_path / "pack"), {"mine": str(tmp_path / "nowhere")})
-    with pytest.raises(ConfigError, match="no data of a known task"):
+    with pytest.raises(ConfigError, match="no data of a known task; they are looked for in ai2_arc/ARC-Easy"):
         packs.discover(str(tmp_path / "pack"))
+    (tmp_path / "hub" / "piqa").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"no data of a known task; {tmp_path}/hub has: give that"):
+        packs.discover(str(tmp_path))
 
 
 def test_a_newer_packs_version_is_refused(tmp_path):

@@ -141,7 +141,7 @@ def test_paper_table_shows_our_runs_beside_the_papers(tmp_path):
     assert r"mine & 12.50 & 50.00" in lt2("paper-table", "mine", "--storage", tmp_path, "--format", "latex")
     with pytest.raises(ConfigError, match="no scale '7B'"):
         lt2("paper-table", "--storage", tmp_path, "--scale", "7B")
-    with pytest.raises(ConfigError, match="no evaluation of other; there are mine, partial"):
+    with pytest.raises(ConfigError, match="no run or workflow 'other' with evaluations; there are: mine, partial"):
         lt2("paper-table", "other", "--storage", tmp_path)
 
 

@@ -141,7 +141,7 @@ def compare(
 
 def paper_table(
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs of the store. [default: all with results]")
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs or workflows. [default: all with results]")
     ] = None,
     which: Annotated[
         str, typer.Option("--table", help="main, or recall: the long-context table, recall and needles at 1.3B.")
@@ -156,6 +156,7 @@ def paper_table(
     from lt2_platform.evaluate.paper import main_table as paper
     from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
+    from lt2_workflows.commands.records import runs_named
     from lt2_workflows.console import table
 
     if which not in ("main", "recall"):
@@ -170,11 +171,9 @@ def paper_table(
     for run, name, row in ResultsStore(root).index().evals:
         if name == "validation":
             by_run.setdefault(run, []).append(row)
-    unknown = [run for run in runs or () if run not in by_run]
-    if unknown:
-        raise config_error(f"no evaluation of {', '.join(unknown)}; there are {', '.join(sorted(by_run)) or 'none'}")
+    chosen = runs_named(root, by_run, runs, "with evaluations; there are") if runs else sorted(by_run)
     scores_of = paper_recall.scores_of if which == "recall" else paper.scores_of
-    scores = {run: scores_of(by_run[run]) for run in runs or sorted(by_run)}
+    scores = {run: scores_of(by_run[run]) for run in chosen}
     found = {run: each for run, each in scores.items() if each}
     if which == "recall":
         rows, columns = paper_recall.compared(found), paper_recall.COLUMNS

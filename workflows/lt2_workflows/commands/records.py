@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,6 @@ import typer
 from lt2_workflows.commands.evaluation import JsonOption, StorageOption
 
 if TYPE_CHECKING:
-    from lt2_platform.results.index import Index
     from lt2_platform.storage import Storage
 
 
@@ -86,7 +86,9 @@ def results(
     root = readable(storage)
     store = ResultsStore(root)
     index = store.index()
-    rows = store.results(_runs(root, index, runs) if runs else None, index=index)
+    known = {*index.runs, *(run for run, _, _ in index.evals)}
+    chosen = runs_named(root, known, runs, f"with numbers; runs in {root.root}") if runs else None
+    rows = store.results(chosen, index=index)
     if metrics is not None:
         rows = [row for row in rows if fnmatchcase(row["metric"], metrics)]
     if json_:
@@ -105,22 +107,21 @@ def results(
         typer.echo(table([row | {"counts": "" if row["counts"] else "no"} for row in mine], columns) + "\n")
 
 
-def _runs(root: Storage, index: Index, names: list[str]) -> set[str]:
-    """The runs that names of runs and of workflows stand for. Raises ConfigError for one that is neither."""
+def runs_named(root: Storage, known: Collection[str], names: Sequence[str], what: str) -> list[str]:
+    """The runs of `known` that names of runs and of workflows stand for, in their order. Raises ConfigError for one
+    that is neither; `what` says what the known ones are."""
     from lt2.config import ConfigError
     from lt2_workflows.engine.records import list_workflows
 
-    known = {*index.runs, *(run for run, _, _ in index.evals)}
-    found = {name for name in names if name in known}
-    workflows = list_workflows(root) if found != set(names) else []
-    for name in set(names) - found:
+    found: dict[str, None] = {}
+    workflows = list_workflows(root) if not set(names) <= set(known) else []
+    for name in names:
         steps = [step["id"] for each in workflows if name in (each["id"], each["name"]) for step in each["steps"]]
-        if not known.intersection(steps):
-            raise ConfigError(
-                f"no run or workflow {name!r} with numbers; runs in {root.root}: {', '.join(sorted(known))}"
-            )
-        found |= known.intersection(steps)
-    return found
+        runs = [name] if name in known else [step for step in steps if step in known]
+        if not runs:
+            raise ConfigError(f"no run or workflow {name!r} {what}: {', '.join(sorted(known)) or 'none'}")
+        found.update(dict.fromkeys(runs))
+    return list(found)
 
 
 def _settings(config: dict[str, Any]) -> str:

@@ -92,16 +92,22 @@ def add(
 
 def discover(folder: str) -> dict[str, str]:
     """task -> path of every known task's data under a folder of datasets. Raises ConfigError if there is none."""
-    found = {}
-    for task, upstream in UPSTREAM.items():
-        places = (Path(folder).expanduser() / name for name in upstream.folders)
-        for place in places:
-            if place.is_dir():
-                found[task] = str(place)
-                break
+    root = Path(folder).expanduser()
+    found = _known_tasks(root)
     if not found:
         usual = ", ".join(upstream.folders[0] for upstream in UPSTREAM.values())
-        raise ConfigError(f"{folder} has no data of a known task; they are looked for in {usual}. Or give TASK=PATH")
+        inside = [str(path) for path in sorted(root.iterdir()) if _known_tasks(path)] if root.is_dir() else []
+        advice = f"{' and '.join(inside)} has: give that" if inside else f"they are looked for in {usual}"
+        raise ConfigError(f"{folder} has no data of a known task; {advice}. Or give TASK=PATH")
+    return found
+
+
+def _known_tasks(folder: Path) -> dict[str, str]:
+    found = {}
+    for task, upstream in UPSTREAM.items():
+        places = (folder / name for name in upstream.folders)
+        if (place := next((place for place in places if place.is_dir()), None)) is not None:
+            found[task] = str(place)
     return found
 
 

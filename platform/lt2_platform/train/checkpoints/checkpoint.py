@@ -258,6 +258,10 @@ def _candidates(uri: str) -> list[str]:
     for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
         if names := complete(folder):
             return [Storage(folder).join(name) for name in reversed(names)]
+    if storage.exists("config.json"):
+        raise CheckpointError(
+            f"{uri} is a Hugging Face folder, not a checkpoint of ours; `lt2 eval` and transformers read it"
+        )
     advice = remaking(uri, "give a run's folder (steps/NAME-… under the storage root) or a checkpoint")
     raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}; {advice}")
 

@@ -204,6 +204,10 @@ def test_no_checkpoint_at_all(tmp_path):
         checkpoint.CheckpointError, match=r"no complete checkpoint in it .* a run's folder \(steps/NAME"
     ):
         checkpoint.load_model(str(tmp_path))
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "config.json").write_text("{}")
+    with pytest.raises(checkpoint.CheckpointError, match="exported is a Hugging Face folder"):
+        checkpoint.resolve(str(tmp_path / "exported"))
 
 
 def test_a_finished_run_without_an_intact_checkpoint_names_the_folder_to_remove(tmp_path):
