@@ -82,7 +82,7 @@ def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
     return {
         "runs": [_head(source, run) for run in runs],
         "differs": [{"key": key, "values": [_shown(flat[run.run_id], key) for run in runs]} for key in varying],
-        "same": {key: as_text(flat[trained[0].run_id][key]) for key in keys if key not in varying},
+        "same": {key: as_text(flat[trained[0].run_id].get(key)) for key in keys if key not in varying},
         "metrics": [{"key": metric, "values": [_value(run, metric) for run in runs]} for metric in metrics],
         "evals": _evals(snapshot, run_ids),
     }

@@ -108,6 +108,14 @@ def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
     assert client.get("/api/runs/eval-other").status_code == 400
 
 
+def test_a_setting_that_is_null_in_one_run_and_missing_in_another_does_not_differ(store, client):
+    store.create_run("plain", {"config": {"model": {"dim": 8}}}).close()
+    store.create_run("halting", {"config": {"model": {"dim": 8, "halting": None}}}).close()
+    for runs in ("plain,halting", "halting,plain"):
+        compared = body(client.get(f"/api/compare?runs={runs}"))
+        assert (compared["differs"], compared["same"]) == ([], {"model.dim": "8", "model.halting": "null"})
+
+
 def test_what_has_curves_is_told_apart_from_results(store, client):
     add_run(store, "r", start=time.time())
     store.log_eval("r", "validation", [{"metric": "loss", "value": 2.0}])
