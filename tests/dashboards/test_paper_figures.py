@@ -181,8 +181,11 @@ def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
         ("1:4", "T = 4, 1k, lr=0.01"): 30.5,
         ("1:4", "T = 8, 1k"): 12.5,
     }
-    (line,) = series(found, "this store, mean, T = 2, 1k to 1.01k")
-    assert line["data"] == [None, 9.5, 18.5, None, None, None]
+    whiskers, line = series(found, "this store, mean, T = 2, 1k to 1.01k")
+    assert [point and point["value"] for point in line["data"]] == [None, 9.5, 18.5, None, None, None]
+    assert line["data"][2]["detail"] == "mean of 2, ± 0.707"
+    assert whiskers["data"][3:5] == [["1:1", 8.79289], ["1:1", 10.2071]]
+    assert (line["yAxisIndex"], whiskers["yAxisIndex"]) == (1, 1)
     points = {each["name"]: each["data"] for each in found.option["series"] if each["type"] == "scatter"}
     assert list(points) == [f"this store, T = {n}" for n in (1, 2, 4, 8)]
     assert {"name": "loops-8-0: T = 8, 1k, attention in 1 of 5 layers", "value": ["1:4", 12.0]} in points[
@@ -330,17 +333,22 @@ def test_recall_and_ruler(source):
         25.9, 99.8, None, 100, 35.8, None,
     )  # fmt: skip
     ruler = figure(source, "ruler")
-    assert ruler.columns[2:] == ["multikey 1", "vt", "average"]
-    assert ruler.rows == [["hybrid-a", "this store", 75.0, 25.0, 50.0]]
+    assert ruler.columns[2:] == ["multikey 1", "vt", "average", "multikey 1 ±", "vt ±"]
+    assert ruler.rows == [["hybrid-a", "this store", 75.0, 25.0, 50.0, None, 5.0]]
+    assert [each["data"][:2] for each in series(ruler, "hybrid-a") if each["type"] == "line"] == [
+        [[20.0, "vt"], [30.0, "vt"]]
+    ]
+    assert dict(zip(found.columns, row))["NIAH-1 1k ±"] == 1.0
     assert "There are results at 1024, 4096 tokens" in figure(source, "ruler", length="8192").option["empty"]
 
 
 def test_students_are_measured_by_their_teacher(source):
     found = figure(source, "distillation")
     kept = {row[2]: row[4:] for row in found.rows}
-    assert kept["perplexity"] == [13.0, 26.0, 50.0]  # lower is better
-    assert kept["piqa"] == [0.3, 0.15, pytest.approx(50.0)]
-    assert kept["distillation"] == [0.0, 0.25, None]
+    assert kept["perplexity"] == [13.0, 26.0, 50.0, None]  # lower is better
+    assert kept["piqa"] == [0.3, 0.15, pytest.approx(50.0), pytest.approx(5.0)]  # its standard error is 0.015
+    assert kept["distillation"] == [0.0, 0.25, None, None]
+    assert found.option["xAxis"]["max"] == 100  # the teacher's line is on the chart
     assert "Teacher: plain." in found.notes
     assert found.option["series"][0]["markLine"]["data"] == [{"xAxis": 100}]
     other = figure(source, "distillation", teacher="wide", runs="gated")

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import GATES, LEVELS, PATTERNS, RATIOS
-from lt2_dashboards.figures.repeats import Known, Line, depth_and_size, lines
-from lt2_dashboards.figures.series import line, points
+from lt2_dashboards.figures.repeats import Known, Line, Mean, depth_and_size, lines
+from lt2_dashboards.figures.series import line, points, whiskers
 from lt2_dashboards.figures.store import Architecture, Evaluated, evaluated
 from lt2_dashboards.queries import Source
 
@@ -36,6 +36,8 @@ def hybrid(
     notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens. Ours has an axis of its own: compare shapes, not heights."]
     if by == "ratio":
         notes.append("The axis has the ratios that were asked for; few layers cannot have every one (attention in).")
+    if repeated:
+        notes.append("Squares are means of runs that differ in their seeds only, with one standard deviation.")
     if by == "level":
         notes.append("Random + vote takes 5 times the compute when evaluated.")
     grey = {"showSymbol": True, "symbolSize": 8, "lineStyle": {"type": "dashed"}}
@@ -74,10 +76,25 @@ def _hybrids(known: list[Known], repeated: list[Line], names: list[str]) -> list
         ]
         series.append(points(f"this store, T = {n_loops}", data, colour, yAxisIndex=1, symbolSize=11))
     for each in repeated:
-        middle = [rounded(each.means[name].value) if name in each.means else None for name in names]
-        colour = depths.index(each.n_loops)
-        series.append(line(f"this store, mean, {each.label}", middle, colour, yAxisIndex=1, connectNulls=True))
+        middle = [_mean_point(name, each.means.get(name)) for name in names]
+        colour, label = depths.index(each.n_loops), f"this store, mean, {each.label}"
+        ends = [
+            ([name, rounded(mean.value - mean.deviation)], [name, rounded(mean.value + mean.deviation)])
+            for name, mean in each.means.items()
+            if mean.deviation is not None
+        ]
+        series += whiskers(label, ends, colour, yAxisIndex=1)
+        # A mark at each mean: a line through a single place would not be seen.
+        marks = {"showSymbol": True, "symbol": "rect", "symbolSize": 7}
+        series.append(line(label, middle, colour, yAxisIndex=1, connectNulls=True, **marks))
     return series
+
+
+def _mean_point(name: str, mean: Mean | None) -> dict[str, Any] | None:
+    if mean is None:
+        return None
+    told = f"mean of {mean.n}" + ("" if mean.deviation is None else f", ± {mean.deviation:.3g}")
+    return {"name": f"{name}: {mean.label}", "value": rounded(mean.value), "detail": told}
 
 
 def _told(run: Evaluated) -> str:

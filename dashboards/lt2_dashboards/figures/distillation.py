@@ -34,11 +34,18 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     students = [run for run in students if set(run.scores) & set(before)][: None if runs is not None else STUDENTS]
     tasks = [key for key in before if is_score(key[1]) and any(key in run.scores for run in students)]
     shares = {run.run: [_share(key[1], before[key], run.scores.get(key)) for key in tasks] for run in students}
+    errors = {run.run: [_share_error(before[key], run.errors.get(key)) for key in tasks] for run in students}
     labels = [task if task == metric else f"{task}, {metric}" for task, metric in tasks]
-    option = dots(labels, {}, shares, unit="% of the teacher's score")
+    option = dots(labels, {}, shares, unit="% of the teacher's score", errors=errors)
     if shares and tasks:
         first = option["series"][0]
         first["markLine"] = {"data": [{"xAxis": 100}]}
+        known = [share for each in shares.values() for share in each if share is not None]
+        # What is kept is read against the teacher, so the axis reaches its line, which by itself gets no place there.
+        if max(known, default=0.0) < 100:
+            option["xAxis"] |= {"max": 100, "axisLabel": {"showMaxLabel": True}}
+        elif min(known) > 100:
+            option["xAxis"]["min"] = 100
     else:
         option["empty"] = (
             "No distilled run has been evaluated on its teacher's tasks yet."
@@ -47,10 +54,10 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
         )
     rows: list[list[Any]] = []
     for run in students:
-        for key, share in zip(tasks, shares[run.run]):
-            rows.append([run.run, "this store", *key, before[key], run.scores.get(key), share])
+        for key, share, error in zip(tasks, shares[run.run], errors[run.run]):
+            rows.append([run.run, "this store", *key, before[key], run.scores.get(key), share, error])
     rows += [
-        [run, "this store", "distillation", "KL to the teacher (nats/token)", 0.0, row.get("value"), None]
+        [run, "this store", "distillation", "KL to the teacher (nats/token)", 0.0, row.get("value"), None, None]
         for run, row in distances.items()
         if run in wanted
     ]
@@ -58,7 +65,9 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     notes.append(
         "Paper: Figure 10 draws this for the distilled 1.4B model without printing numbers. Chance is not subtracted."
     )
-    columns = ["run", "source", "task", "metric", "teacher", "student", "kept (%)"]
+    if any(error is not None for each in errors.values() for error in each):
+        notes.append("Bars, and ± in the table, are the student's standard error; the teacher's score is taken as exact.")
+    columns = ["run", "source", "task", "metric", "teacher", "student", "kept (%)", "kept ±"]
     produce = "" if shares and tasks else "lt2 run distill_small"
     return Figure("Distillation: what is kept (%)", option, columns, lambda: rows, notes, produce=produce)
 
@@ -72,3 +81,8 @@ def _share(metric: str, teacher: float, student: float | None) -> float | None:
     """Percent; None where the student has no such score or the teacher has nothing to keep."""
     kept = None if student is None else retained(metric, teacher, student)
     return None if kept is None else 100 * kept
+
+
+def _share_error(teacher: float, error: float | None) -> float | None:
+    """Percent of the teacher's score; standard errors are stored of scores of which more is better."""
+    return None if error is None or not teacher else 100 * error / teacher

@@ -10,23 +10,28 @@ from lt2_dashboards.figures.store import Evaluated, evaluated
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.paper.long_context import LONG_CONTEXT, METRICS, TASKS
 
+ERROR_BARS = "Bars, and ± in the table, are one standard error over the items."
 _RULER = re.compile(r"(?:ruler_)?(niah_\w+?|vt|cwe|fwe|qa_\w+?|qa|squad_qa|hotpot_qa)_([0-9]{3,7})")
 
 
 def long_context(source: Source, *, runs: list[str] | None = None) -> Figure:
     """Knowledge recall within 2,048 tokens and single needles at 1k to 8k, beside the paper's Table 5 (1.3B)."""
     labels = list(TASKS.values())
-    ours = _ours(evaluated(source.snapshot(), runs), list(TASKS), everyone=runs is not None)
-    rows = [[run, "this store", *values] for run, values in ours.items()]
-    rows += [[model, "paper", *values] for model, values in LONG_CONTEXT.items()]
+    found = evaluated(source.snapshot(), runs)
+    ours = _ours(found, list(TASKS), everyone=runs is not None)
+    errors = _errors(found, list(TASKS))
+    rows = [[run, "this store", *values, *errors[run]] for run, values in ours.items()]
+    rows += [[model, "paper", *values, *[None] * len(TASKS)] for model, values in LONG_CONTEXT.items()]
     notes = [
         "Paper: Table 5, 1.3B, T = 4 where looped, trained at 2,048 tokens, so that 4k is extrapolation; it has "
         "no 8k. Its caption says the hybrids are 1:1, its text 4:1."
     ]
+    if any(error is not None for run in ours for error in errors[run]):
+        notes.append(ERROR_BARS)
     return Figure(
         "Recall and needles (%)",
-        dots(labels, LONG_CONTEXT, ours, unit="answers found (%)"),
-        ["model", "source", *labels],
+        dots(labels, LONG_CONTEXT, ours, unit="answers found (%)", errors=errors),
+        ["model", "source", *labels, *(f"{label} ±" for label in labels)],
         lambda: rows,
         notes,
         produce="" if ours else "lt2 eval RUN --pack PACK --suite recall, and --suite needles",
@@ -46,19 +51,23 @@ def ruler(source: Source, *, length: int = 4096, runs: list[str] | None = None) 
     ours = _ours(found, tasks, everyone=runs is not None)
     averages = {run: [v for v in values if v is not None] for run, values in ours.items()}
     means = {run: sum(v) / len(v) if len(v) == len(tasks) and v else None for run, v in averages.items()}
-    option = dots(labels, {}, ours, unit="answers found (%)")
+    errors = _errors(found, tasks)
+    option = dots(labels, {}, ours, unit="answers found (%)", errors=errors)
     if not ours:
         there = f" There are results at {', '.join(map(str, lengths))} tokens." if lengths else ""
         option["empty"] = f"No run has results on RULER's subtasks at {length:,} tokens yet.{there}"
+    notes = [
+        "Paper: Figure 11 compares distilled models on these; it prints no numbers, only that they differ most in "
+        "multi-key retrieval, which per-loop supervision helps."
+    ]
+    if any(error is not None for run in ours for error in errors[run]):
+        notes.append(ERROR_BARS)
     return Figure(
         f"RULER subtasks at {length:,} tokens (%)",
         option,
-        ["model", "source", *labels, "average"],
-        lambda: [[run, "this store", *values, means[run]] for run, values in ours.items()],
-        [
-            "Paper: Figure 11 compares distilled models on these; it prints no numbers, only that they differ most in "
-            "multi-key retrieval, which per-loop supervision helps."
-        ],
+        ["model", "source", *labels, "average", *(f"{label} ±" for label in labels)],
+        lambda: [[run, "this store", *values, means[run], *errors[run]] for run, values in ours.items()],
+        notes,
         produce="" if ours else "lt2 eval RUN --pack PACK --suite ruler",
     )
 
@@ -67,3 +76,7 @@ def _ours(found: list[Evaluated], tasks: list[str], *, everyone: bool) -> dict[s
     rows = {run.run: [run.percent(task, *METRICS) for task in tasks] for run in found}
     kept = {run: row for run, row in rows.items() if everyone or any(value is not None for value in row)}
     return dict(list(kept.items())[:MAX_RUNS])
+
+
+def _errors(found: list[Evaluated], tasks: list[str]) -> dict[str, list[float | None]]:
+    return {run.run: [run.percent_error(task, *METRICS) for task in tasks] for run in found}

@@ -18,14 +18,16 @@ def points(name: str, data: list[Any], colour: int | None = None, **more: Any) -
     return {"type": "scatter", "name": name, "data": data, **_tint(colour), **more}
 
 
-def whiskers(name: str, ends: Iterable[tuple[list[Any], list[Any]]], colour: int) -> list[dict[str, Any]]:
+def whiskers(
+    name: str, ends: Iterable[tuple[list[Any], list[Any]]], colour: int, **more: Any
+) -> list[dict[str, Any]]:
     """Error bars: a line between the two points of each of `ends`; no series if there are none.
 
     A series and no mark, so that the axis makes room for it.
     """
     data = [point for low, high in ends for point in (low, high, [None, None])]
     style = {"silent": True, "symbol": "none", "lineStyle": {"width": 1.5, "type": "solid"}}
-    return [line(name, data, colour, **style)] if data else []
+    return [line(name, data, colour, **style, **more)] if data else []
 
 
 def _tint(colour: int | None) -> dict[str, Any]:

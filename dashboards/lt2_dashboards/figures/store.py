@@ -97,15 +97,19 @@ class Evaluated:
 
     def error(self, task: str) -> float | None:
         """The standard error of `accuracy`, in its unit."""
-        found = next((key for metric in _customary(task) if (key := (task, metric)) in self.scores), None)
-        if found is None or found not in self.errors:
-            return None
-        return self.errors[found] if self.scores[found] > 1 else 100 * self.errors[found]
+        return self.percent_error(task, *_customary(task))
 
     def percent(self, task: str, *metrics: str) -> float | None:
         """The first of `metrics` that the run has, in percent."""
         values = [self.scores[task, metric] for metric in metrics if (task, metric) in self.scores]
         return None if not values else values[0] if values[0] > 1 else 100 * values[0]
+
+    def percent_error(self, task: str, *metrics: str) -> float | None:
+        """The standard error of `percent`, in percent too; None where it was not stored."""
+        found = next((key for metric in metrics if (key := (task, metric)) in self.scores), None)
+        if found is None or found not in self.errors:
+            return None
+        return self.errors[found] if self.scores[found] > 1 else 100 * self.errors[found]
 
     @property
     def average(self) -> float | None:
