@@ -223,6 +223,20 @@ def test_sweep_has_an_axis_for_every_setting_that_differs(source):
     assert "No run" in draw(FIGURES["sweep"], source, {"metric": "nonsense"}).option["empty"]
 
 
+def test_settings_are_in_the_order_of_their_numbers_and_told_by_their_last_parts(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for steps, mixer in ((200, "gdn"), (20, "gdn"), (1000, "la"), (None, "la")):
+        config = {"mixer": {"type": mixer}, "train": {} if steps is None else {"steps": steps}}
+        config |= {"layout": {"type": f"of {mixer}"}}
+        with store.create_run(f"r-{steps}", {"config": config}) as writer:
+            writer.log(1, {"loss": 1.0 if steps is None else 1.0 / steps})
+    axes = {axis["name"]: axis for axis in draw(FIGURES["sweep"], Source(str(tmp_path)), {}).option["parallelAxis"]}
+    assert axes["train.steps"]["data"] == ["20", "200", "1000", "not set"]
+    best, *_, worst = draw(FIGURES["seeds"], Source(str(tmp_path)), {}).option["yAxis"]["data"]
+    assert sorted(best.split(", ")) == ["layout.type=of la", "mixer.type=la", "steps=1000"]
+    assert "steps" not in worst
+
+
 def test_configurations_over_their_seeds_best_first_with_the_odds_of_chance(tmp_path):
     store = ResultsStore(Storage(str(tmp_path)))
     losses = {(1e-3, 0): 2.0, (1e-3, 1): 2.2, (6e-3, 0): 1.0, (6e-3, 1): 1.1, (9e-3, 0): 3.0}

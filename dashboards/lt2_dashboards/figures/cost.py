@@ -37,7 +37,7 @@ def cost_vs_length(source: Source, *, runs: list[str] | None = None) -> Figure:
     reference |= {name: paper_model(name, n_loops=4) for name in PAPER_LAYOUTS}
     ours, problems = own_models(source, runs)
     flops = Panel("token mixers, forward FLOPs per sequence", by_length("tokens", LENGTHS), {"type": "log"})
-    cache = Panel("decode cache, bytes per sequence (bf16)", by_length("tokens", LENGTHS), {"type": "log"})
+    cache = Panel("decode cache per sequence (bf16)", by_length("tokens", LENGTHS), {"type": "log", "bytes": True})
     rows: list[list[Any]] = []
     entries = [(name, "paper's sizes, computed", model) for name, model in reference.items()]
     entries += [(run, "this store, computed", model) for run, model in ours.items()]
@@ -114,7 +114,7 @@ def layer_cost(source: Source, *, what: Literal["training", "decoding"] = "train
     titles = ("µs per token", "kept for backward (bytes)") if what == "training" else ("ms per token", "cache (bytes)")
     found = [(run, row) for run, row in rows_of(source.snapshot(), "e.name = 'mixers'") if row.get("seq_len")]
     tokens = by_length("tokens", [row["seq_len"] for _, row in found])
-    left, right = (Panel(title, tokens, {"type": "log"}) for title in titles)
+    left, right = (Panel(title, tokens, {"type": "log", "bytes": title.endswith("(bytes)")}) for title in titles)
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run, row in found:
         lines.setdefault((run, str(row.get("task"))), []).append(row)

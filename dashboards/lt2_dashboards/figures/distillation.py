@@ -66,7 +66,7 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
         "Paper: Figure 10 draws this for the distilled 1.4B model without printing numbers. Chance is not subtracted."
     )
     if any(error is not None for each in errors.values() for error in each):
-        notes.append("Bars, and ± in the table, are the student's standard error; the teacher's score is taken as exact.")
+        notes.append("Bars and ± are the student's standard error; the teacher's score is taken as exact.")
     columns = ["run", "source", "task", "metric", "teacher", "student", "kept (%)", "kept ±"]
     produce = "" if shares and tasks else "lt2 run distill_small"
     return Figure("Distillation: what is kept (%)", option, columns, lambda: rows, notes, produce=produce)

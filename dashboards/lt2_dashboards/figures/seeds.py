@@ -9,7 +9,7 @@ from lt2.config import ConfigError
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.repeats import SEEDS
 from lt2_dashboards.figures.series import points, whiskers
-from lt2_dashboards.figures.sweep import MAX_AXES, MAX_RUNS, settings_of
+from lt2_dashboards.figures.sweep import MAX_AXES, MAX_RUNS, settings_of, short_names
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.runs_table import MAX_QUERY, matching
 from lt2_platform.evaluate.ablations import mean_std, welch
@@ -69,9 +69,9 @@ def _values(group: list[tuple[str, float]]) -> list[float]:
 def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, Any]:
     if not rows:
         return {"series": [], "empty": f"No run that matches has the result {metric!r}."}
-    labels: list[str] = []
+    names, labels = short_names(keys), []
     for row in rows:
-        label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in zip(keys, row) if text != "null")
+        label = ", ".join(f"{names[key]}={text}" for key, text in zip(keys, row) if text not in ("null", "not set"))
         label = label or "all settings"
         labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
     data, ends = [], []
@@ -90,7 +90,7 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
             "data": labels,
             "inverse": True,
             "splitLine": {"show": True},
-            "axisLabel": {"width": 200, "overflow": "truncate"},
+            "axisLabel": {"width": 340, "overflow": "truncate"},
         },
         "series": [*whiskers(metric, ends, 0), points(metric, data, 0, symbolSize=10, z=4)],
         "tooltip": {"trigger": "item"},

@@ -18,9 +18,7 @@ def points(name: str, data: list[Any], colour: int | None = None, **more: Any) -
     return {"type": "scatter", "name": name, "data": data, **_tint(colour), **more}
 
 
-def whiskers(
-    name: str, ends: Iterable[tuple[list[Any], list[Any]]], colour: int, **more: Any
-) -> list[dict[str, Any]]:
+def whiskers(name: str, ends: Iterable[tuple[list[Any], list[Any]]], colour: int, **more: Any) -> list[dict[str, Any]]:
     """Error bars: a line between the two points of each of `ends`; no series if there are none.
 
     A series and no mark, so that the axis makes room for it.

@@ -31,6 +31,17 @@ def sweep(source: Source, *, q: str = "", metric: str = "loss") -> Figure:
     return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, notes)
 
 
+def short_names(keys: list[str]) -> dict[str, str]:
+    """By key its shortest ending that no other key has, as in the runs table: train.lr -> lr, layout.type as it is."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        endings = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        alone = (e for e in endings if not any(k != key and (k == e or k.endswith(f".{e}")) for k in keys))
+        names[key] = next(alone, key)
+    return names
+
+
 def settings_of(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:
     """By run and key a setting as text, and as a number if it is one."""
     found = snapshot.query(
@@ -80,7 +91,8 @@ def _axis(index: int, key: str, values: list[tuple[str, float | None]]) -> dict[
         positive = [number for number in numbers if number is not None and number > 0]
         log = len(positive) == len(numbers) and max(positive) > 10 * min(positive)
         return {"dim": index, "name": name, "type": "log" if log else "value", **({} if log else {"scale": True})}
-    return {"dim": index, "name": name, "type": "category", "data": sorted({text for text, _ in values})}
+    kinds = sorted({(number is None, number or 0.0, text) for text, number in values})  # 20 before 200 before "not set"
+    return {"dim": index, "name": name, "type": "category", "data": list(dict.fromkeys(text for *_, text in kinds))}
 
 
 def _at(axis: dict[str, Any], setting: tuple[str, float | None] | None) -> Any:

@@ -2,8 +2,8 @@
 
 import { get, query } from "./api.js";
 import { fill, h, notice, setText } from "./dom.js";
-import { number } from "./format.js";
-import { DARK, LIGHT, rowsOf, themed } from "./theme.js";
+import { number, shortNames } from "./format.js";
+import { bytes, DARK, LIGHT, rowsOf, themed } from "./theme.js";
 
 const mounted = new Set();
 export const theme = () => (document.documentElement.dataset.theme === "dark" ? DARK : LIGHT);
@@ -100,7 +100,7 @@ export function figure(name, options = {}) {
       chart = echarts.init(canvas, null, { renderer: "canvas" });
       if (options.group) { chart.group = options.group; echarts.connect(options.group); }
     }
-    chart.setOption(themed(body.option, theme(), { small: options.small, legend: options.legend ?? !options.small }), { notMerge: true });
+    chart.setOption(themed(body.option, theme(), { small: options.small, legend: options.legend ?? !options.small, width: canvas.clientWidth }), { notMerge: true });
     element.dataset.ready = String(performance.now());
   }
 
@@ -109,7 +109,7 @@ export function figure(name, options = {}) {
     if (!body || body.option.empty) return;
     const size = { width: Math.max(canvas.clientWidth, PICTURE.width), height: Math.max(canvas.clientHeight, PICTURE.height * rowsOf(body.option)) };
     const drawn = echarts.init(h("div"), null, kind === "svg" ? { renderer: "svg", ssr: true, ...size } : { devicePixelRatio: PICTURE.scale, ...size });
-    drawn.setOption(themed(body.option, LIGHT));
+    drawn.setOption(themed(body.option, LIGHT, { width: size.width }));
     const address = kind === "svg" ? URL.createObjectURL(new Blob([drawn.renderToSVGString()], { type: "image/svg+xml" })) : drawn.getDataURL({ type: "png", pixelRatio: PICTURE.scale, backgroundColor: LIGHT.panel });
     drawn.dispose();
     h("a", { href: address, download: `${[name, parameters.metric].filter(Boolean).join("-").replaceAll("/", "-")}.${kind}` }).click();
@@ -137,7 +137,11 @@ export function figure(name, options = {}) {
 
 const produced = (command) => h("div", { class: "produce" }, "Nothing of this store is in this figure yet. It comes from ", h("code", {}, command));
 
-const isNumeric = (rows, index) => typeof rows.find((row) => row[index] !== null && row[index] !== undefined)?.[index] === "number";
+// A column of nothing but gaps stands as the one before it does: there it is numbers that nobody has yet.
+function isNumeric(rows, index) {
+  const first = rows.find((row) => row[index] !== null && row[index] !== undefined);
+  return first ? typeof first[index] === "number" : index > 0 && isNumeric(rows, index - 1);
+}
 
 // Empty cells stay at the end whichever way a column is sorted.
 function sorted({ columns, rows }, by) {
@@ -152,7 +156,7 @@ function sorted({ columns, rows }, by) {
 }
 
 // One number of decimals for a column, about five digits in all, so that points stand under each other.
-function aligned(values) {
+export function aligned(values) {
   const known = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs);
   const largest = Math.max(...known, 0);
   if (known.every(Number.isInteger) || largest >= 1e5 || Math.min(...known) < 1e-3) return (value) => number(value, 6);
@@ -162,25 +166,29 @@ function aligned(values) {
   return (value) => (typeof value === "number" ? value.toFixed(needed) : number(value));
 }
 
+const SETTING = /^\w+(\.\w+)+$/; // a column that is a setting: train.lr
+
 // sort(column), if given, is called when a column's name is pressed; `sorting` says how the rows are sorted now.
 export function numbers({ columns, rows }, sorting = null, sort = null) {
   const shown = rows.slice(0, TABLE_ROWS);
   const numeric = columns.map((_, index) => isNumeric(shown, index));
   const source = columns.indexOf("source");
   const first = columns[0] === "model";
+  const settings = shortNames(columns.filter((column) => SETTING.test(column)));
   const head = (column, index) => {
-    if (!sort) return column;
+    const text = settings.get(column) ?? column;
+    if (!sort) return text;
     const arrow = sorting?.column === index ? (sorting.down ? " ↓" : " ↑") : "";
-    return h("button", { type: "button", class: "link", onclick: () => sort(index) }, column, arrow);
+    return h("button", { type: "button", class: "link", onclick: () => sort(index) }, text, arrow);
   };
-  const shape = columns.map((_, index) => (numeric[index] ? aligned(shown.map((row) => row[index])) : (value) => number(value, 6)));
+  const shape = columns.map((column, index) => (column.endsWith("(bytes)") ? (value) => (value === null ? "–" : bytes(value)) : numeric[index] ? aligned(shown.map((row) => row[index])) : (value) => number(value, 6)));
   const cell = (value, column, row) => {
     const isRun = value !== null && (columns[column] === "run" || (first && column === 0 && row[source]?.startsWith("this store") && !value.startsWith("mean of ")));
-    return h("td", { class: numeric[column] ? "num" : "" }, isRun ? h("a", { href: `/runs/${value}` }, value) : shape[column](value));
+    return h("td", { class: numeric[column] ? "num" : "" }, isRun ? h("a", { href: `/runs/${value}`, title: value }, value) : shape[column](value));
   };
   return [
     h("table", { class: "numbers" },
-      h("thead", {}, h("tr", {}, columns.map((column, index) => h("th", { scope: "col", class: numeric[index] ? "num" : "", "aria-sort": sorting?.column === index ? (sorting.down ? "descending" : "ascending") : undefined }, head(column, index))))),
+      h("thead", {}, h("tr", {}, columns.map((column, index) => h("th", { scope: "col", class: numeric[index] ? "num" : "", title: settings.has(column) ? column : undefined, "aria-sort": sorting?.column === index ? (sorting.down ? "descending" : "ascending") : undefined }, head(column, index))))),
       h("tbody", {}, shown.map((row) => h("tr", { class: source >= 0 && row[source] === "paper" ? "paper" : "" }, row.map((value, column) => cell(value, column, row)))))),
     rows.length > TABLE_ROWS ? h("p", { class: "quiet-note" }, `The first ${TABLE_ROWS} of ${rows.length.toLocaleString("en")} rows; CSV has all of them.`) : null,
   ];

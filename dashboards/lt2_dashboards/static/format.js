@@ -15,9 +15,10 @@ export function number(value, digits = 4) {
 export const brief = (text) => (/^-?\d*\.\d{7,}$/.test(text) ? String(Number(Number(text).toPrecision(6))) : text);
 
 export function ago(seconds, now = Date.now() / 1000) {
-  const age = Math.max(0, now - seconds);
+  const age = Math.max(0, now - seconds), ahead = seconds - now; // of a machine whose clock is fast
   for (const [unit, name] of [[86400 * 365, "y"], [86400, "d"], [3600, "h"], [60, "min"]]) {
     if (age >= unit) return `${Math.floor(age / unit)} ${name} ago`;
+    if (ahead >= unit) return `in ${Math.floor(ahead / unit)} ${name}`;
   }
   return age < 5 ? "now" : `${Math.floor(age)} s ago`;
 }

@@ -1,7 +1,7 @@
 // Colours and defaults of every chart. Also copied into exported files, so it must not import anything.
 
 export const LIGHT = {
-  text: "#3b4250", faint: "#7a8394", line: "#e6e9ee", axis: "#c9ced8", panel: "#ffffff", border: "#dde1e8", paper: "#8a93a5",
+  text: "#3b4250", faint: "#666f81", line: "#e6e9ee", axis: "#c9ced8", panel: "#ffffff", border: "#dde1e8", paper: "#8a93a5",
   heat: ["#f1f4f9", "#dbe6f8", "#b7cef1", "#8db2e8", "#6094dc", "#3573c8", "#1f4f96"], heatFlip: 4,
   palette: ["#2f6bd8", "#d9622b", "#1a9470", "#a8479c", "#b8860b", "#5b55c8", "#c2334d", "#13848f", "#7a5c3e", "#5f6b7d"],
 };
@@ -21,8 +21,8 @@ export function compact(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return value === null || value === undefined ? "" : String(value);
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e12 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
-  for (const [unit, name] of [[1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
+  if (size >= 1e15 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+  for (const [unit, name] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
     if (size >= unit) return trim(value / (name === "k" ? 1e3 : unit)) + name;
   }
   return trim(value);
@@ -36,6 +36,15 @@ export function binary(exponent) {
   for (const [unit, name] of [[2 ** 20, "M"], [2 ** 10, "k"]]) if (value >= unit) return trim(value / unit) + name;
   return trim(value);
 }
+
+// Bytes have units of their own: 2 billion of them are 2 GB, and "2B" would be two.
+export function bytes(value) {
+  for (const [unit, name] of [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (Math.abs(value) >= unit) return `${trim(value / unit)} ${name}`;
+  return typeof value === "number" ? `${trim(value)} B` : compact(value);
+}
+
+// On an axis 0.0003 stands below 0.0012, not 3e-4.
+const tick = (value) => (Math.abs(value) < 1e-3 && Math.abs(value) >= 1e-5 ? trim(value) : compact(value));
 
 export const rowsOf = ({ panels }) => (panels ? Math.ceil(panels.titles.length / panels.columns) : 1);
 
@@ -53,7 +62,7 @@ function placed(option, theme, small) {
   return {
     ...rest,
     grid: at.map(({ row, column }) => ({ left: `${column * width + 1}%`, width: `${width - 2.2}%`, top: `${top + row * height + 26 * percent}%`,
-      height: `${height - (row === rows - 1 ? 62 : 34) * percent}%`, containLabel: true })),
+      height: `${height - (row === rows - 1 ? 62 : 44) * percent}%`, containLabel: true })),
     title: at.map(({ text, row, column }) => ({ text, left: `${column * width + 1}%`, top: `${top + row * height}%`, padding: 0,
       textStyle: { color: theme.text, fontSize: 12, fontWeight: 600, fontFamily: "Inter, system-ui, sans-serif" } })),
     xAxis: rest.xAxis.map((axis, index) => (at[index].row === rows - 1 ? axis : { ...axis, name: undefined })),
@@ -61,11 +70,12 @@ function placed(option, theme, small) {
 }
 
 // A figure's option with this theme: what Python leaves out (colours, fonts, grids) is filled in here.
-export function themed(option, theme, { small = false, legend = !small } = {}) {
+// `width` is the chart's, in pixels: long labels take no more than two fifths of it.
+export function themed(option, theme, { small = false, legend = !small, width = 720 } = {}) {
   const { empty: _, ...given } = structuredClone(option);
   const rest = given.panels ? placed(given, theme, small) : given;
   const size = small ? 11 : 12;
-  const axis = ({ binary: lengths, ...given }, vertical) => ({
+  const axis = ({ binary: lengths, bytes: inBytes, ...given }, vertical) => ({
     nameLocation: "middle",
     nameGap: vertical ? 44 : 26,
     nameTextStyle: { color: theme.faint, fontSize: size },
@@ -78,8 +88,9 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
     ...(small && !vertical ? { name: undefined } : {}),
     axisLabel: {
       color: theme.faint, fontSize: size, hideOverlap: true,
-      ...(given.type === "category" ? {} : { formatter: lengths ? binary : compact, ...(vertical || lengths ? {} : { showMaxLabel: false }) }),
+      ...(given.type === "category" ? {} : { formatter: lengths ? binary : inBytes ? bytes : tick, ...(given.max === "dataMax" && !vertical ? { showMaxLabel: false } : {}) }),
       ...given.axisLabel,
+      ...(given.axisLabel?.width ? { width: Math.min(given.axisLabel.width, 0.4 * width) } : {}),
     },
   });
   const each = (value, vertical) => (value === undefined ? undefined : [].concat(value).map((given) => axis(given, vertical)));
@@ -113,7 +124,7 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
       type: "scroll", top: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 4, ...rest.legend,
       data: names.map((name) => (icons.get(name) ? { name, icon: icons.get(name) } : { name })),
       formatter: (name) => (name.length > 48 ? `${name.slice(0, 47)}…` : name),
-      textStyle: { color: theme.text, fontSize: 12 }, pageTextStyle: { color: theme.faint },
+      textStyle: { color: theme.text, fontSize: 12, lineHeight: 16 }, pageTextStyle: { color: theme.faint },
       pageIconColor: theme.text, pageIconInactiveColor: theme.axis, inactiveColor: theme.axis,
     };
     if (!Array.isArray(result.grid)) result.grid = { ...result.grid, top: 40 };
@@ -122,7 +133,7 @@ export function themed(option, theme, { small = false, legend = !small } = {}) {
     result.parallelAxis = rest.parallelAxis.map((given) => ({
       nameTextStyle: { color: theme.text, fontSize: 12 }, axisLine: { lineStyle: { color: theme.axis } },
       axisTick: { lineStyle: { color: theme.axis } }, ...given,
-      z: 20, axisLabel: { show: !small, color: theme.text, fontSize: 11, backgroundColor: theme.panel, padding: [1, 3], borderRadius: 2, ...(given.type === "value" ? { formatter: compact } : {}) },
+      z: 20, axisLabel: { show: !small, color: theme.text, fontSize: 11, backgroundColor: theme.panel, padding: [1, 3], borderRadius: 2, ...(given.type === "category" ? {} : { formatter: tick }) },
     }));
   }
   if (rest.visualMap) {

@@ -34,6 +34,9 @@ def test_runs_and_their_curves(page, site):
     names = {series["name"] for series in option(page)["series"]}
     assert names == {"live-4", "stalled-5", "gdn-3", "hybrid-2", "full-1"}
     header = page.locator("table.runs thead").inner_text()
+    assert header.index("progress") < header.index("started") < header.index("loss")  # seen without scrolling
+    losses = page.locator("table.runs tbody td:nth-child(6)").all_inner_texts()
+    assert losses == ["2.401", "3.601", "NaN", "2.162", "2.161"]
     assert "lr" in header
     assert "ratio" in header
     assert "dim" not in header  # the same in every run
@@ -130,6 +133,14 @@ def test_long_names_leave_room_for_numbers(browser, tmp_path):
             table = page.locator(wide)
             table.locator("tr").nth(3).wait_for()
             assert table.bounding_box()["width"] <= 1280, path
+        page.set_viewport_size({"width": 500, "height": 800})  # a name stays in sight while the rest is scrolled
+        for path, name in (("/", "table.runs tbody th"), (f"/compare?runs={','.join(runs)}", "table.compare tbody th")):
+            page.goto(address + path)
+            cell = page.locator(name).nth(1)
+            cell.wait_for()
+            page.locator(".table-wrap").first.evaluate("(wrap) => { wrap.scrollLeft = 1000; }")
+            assert cell.evaluate("(cell) => cell.closest('.table-wrap').scrollLeft") > 20, path
+            assert 0 <= cell.bounding_box()["x"] < 60, path
 
 
 def test_compare_from_the_table(page, site):

@@ -31,6 +31,11 @@ def test_workflow_graph_attempts_and_log(page, site):
     assert "\x1b" not in log.inner_text()
     assert "loss 9" not in log.inner_text()  # redrawn by the progress line
     assert page.url.endswith("?attempt=1")
+    page.set_viewport_size({"width": 400, "height": 800})  # the step whose log is shown is in sight in the graph
+    page.goto(f"{site.address}/workflows/demo-1/steps/report-00000000")
+    node = page.locator(".node[aria-current]", has_text="report")
+    node.wait_for()
+    assert 0 <= node.bounding_box()["x"] <= 400 - node.bounding_box()["width"]
     page.get_by_role("link", name="hybrid-2").click()
     page.get_by_role("link", name="curves").click()
     page.wait_for_url("**/runs/hybrid-2")

@@ -20,7 +20,7 @@ const stateOf = ({ status: own, attempt }) => (["running", "stalled"].includes(o
 function trouble(state, attempt, log) {
   const go = "Run the same command again: it goes on from the last checkpoint.";
   const [title, next] = {
-    failed: ["This run failed", `Do what the error asks. ${go} With other settings it is another run, and this one stays as it is.`],
+    failed: ["This run failed", `${attempt?.error ? "Do what the error asks." : "Its log says why."} ${go} With other settings it is another run, and this one stays as it is.`],
     interrupted: ["This run was interrupted", go],
     infrastructure: ["The machines under this run failed", `It is tried again by itself as often as resources.retries says. After that: ${go.charAt(0).toLowerCase()}${go.slice(1)}`],
     lost: ["The process of this run ended without a word", go],

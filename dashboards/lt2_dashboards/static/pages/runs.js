@@ -1,7 +1,7 @@
 // The front page: curves of the selected runs above the table of all runs.
 
 import { poll, query } from "../api.js";
-import { figure, theme } from "../chart.js";
+import { aligned, figure, theme } from "../chart.js";
 import { curveControls, curveParams } from "../controls.js";
 import { fill, h, notice, setText, status } from "../dom.js";
 import { ago, brief, date, number, shortNames } from "../format.js";
@@ -161,17 +161,18 @@ export function runsPage(main) {
     };
     const focusedHeader = [...head.querySelectorAll("button")].indexOf(document.activeElement);
     const inWorkflow = found.some((row) => row.workflow);
-    fill(head, h("th", { class: "pick" }, h("span", { class: "hidden" }, "Selected")), header("run", "run"), inWorkflow ? header("workflow", "workflow") : null, header("status", "status"), header("step", "progress", "num"),
-      keys.map((key) => header(key, names.get(key) ?? metricName(key), varying.includes(key) ? "" : "num")), header("created", "started", "num"));
+    fill(head, h("th", { class: "pick" }, h("span", { class: "hidden" }, "Selected")), header("run", "run", "name"), inWorkflow ? header("workflow", "workflow") : null, header("status", "status"), header("step", "progress", "num"), header("created", "started", "num"),
+      keys.map((key) => header(key, names.get(key) ?? metricName(key), varying.includes(key) ? "" : "num")));
     if (focusedHeader >= 0) head.querySelectorAll("button")[focusedHeader]?.focus();
     const selected = selection();
     const layout = [inWorkflow, ...keys].join("\n");
     for (const [run, row] of rows) if (row.layout !== layout || !found.some((other) => other.run === run)) { row.tr.remove(); rows.delete(run); }
+    const shapes = new Map(keys.filter((key) => !varying.includes(key)).map((key) => [key, aligned(found.map((row) => row.numbers[key]))]));
     found.forEach((row, index) => {
       let line = rows.get(row.run);
       if (!line) rows.set(row.run, (line = makeRow(row, keys, layout, inWorkflow)));
       if (bodyRows.children[index] !== line.tr) bodyRows.insertBefore(line.tr, bodyRows.children[index] ?? null);
-      updateRow(line, row, keys, selected.indexOf(row.run));
+      updateRow(line, row, keys, shapes, selected.indexOf(row.run));
     });
     drawFoot();
   }
@@ -185,11 +186,11 @@ export function runsPage(main) {
     const age = h("td", { class: "num faint" });
     const workflow = inWorkflow ? h("td", { class: "setting" }, row.workflow ? h("a", { href: `/workflows/${row.workflow}`, title: row.workflow }, row.workflow) : "–") : null;
     const tr = h("tr", { dataset: { run: row.run } }, h("td", { class: "pick" }, box), h("th", { scope: "row" }, h("a", { href: `/runs/${row.run}`, title: row.run }, row.run)), workflow, badge,
-      h("td", { class: "num" }, step, bar), cells, age);
+      h("td", { class: "num" }, step, bar), age, cells);
     return { tr, box, badge, bar, step, cells, age, layout };
   }
 
-  function updateRow(line, row, keys, position) {
+  function updateRow(line, row, keys, shapes, position) {
     line.box.checked = position >= 0;
     line.tr.classList.toggle("selected", position >= 0);
     if (position >= 0) line.tr.style.setProperty("--run", colour(theme(), position));
@@ -198,8 +199,8 @@ export function runsPage(main) {
     setText(line.step, row.total ? `${number(row.step)} / ${number(row.total)}` : number(row.step));
     line.bar.hidden = !row.total || !["running", "stalled"].includes(row.status);
     line.bar.firstChild.style.setProperty("width", `${Math.min(100, (100 * (row.step + 1)) / (row.total || 1))}%`);
-    keys.forEach((key, index) => setText(line.cells[index], state.body.varying.includes(key) ? brief(row.config[key] ?? "–") : number(row.numbers[key])));
-    keys.forEach((key, index) => { line.cells[index].title = row.config[key] ?? ""; });
+    keys.forEach((key, index) => setText(line.cells[index], state.body.varying.includes(key) ? brief(row.config[key] ?? "–") : shapes.get(key)(row.numbers[key])));
+    keys.forEach((key, index) => { line.cells[index].title = row.config[key] ?? row.numbers[key] ?? ""; });
     setText(line.age, ago(row.created));
     line.age.title = date(row.created);
   }

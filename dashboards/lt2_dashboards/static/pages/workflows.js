@@ -128,6 +128,11 @@ function drawGraph(parent, { id, steps }, chosen) {
     }));
   fill(parent, board);
   if (focused) parent.querySelector(`[data-step="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+  if (chosen && parent.chosen !== chosen) { // a wide graph shows the step whose attempts stand below it
+    const left = place.get(steps.find((step) => step.id === chosen)?.name)?.[0];
+    if (left !== undefined && (left < parent.scrollLeft || left + NODE.width > parent.scrollLeft + parent.clientWidth - 40)) parent.scrollLeft = left + NODE.width / 2 - parent.clientWidth / 2;
+    parent.chosen = chosen;
+  }
 }
 
 function stepPanel(parent, id) {
@@ -169,7 +174,7 @@ function stepPanel(parent, id) {
 
   function showLog({ text, cut: missing }) {
     const following = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-    setText(log, text === null ? "This attempt has no log yet." : plain(text) || "The log is empty so far.");
+    setText(log, text === null ? "This attempt has no log yet." : plain(text) || (current.state === "running" ? "The log is empty so far." : "The log is empty: this attempt printed nothing."));
     setText(cut, missing ? `The first ${number(missing)} bytes are not shown; the whole log is in the storage.` : "");
     if (following) log.scrollTop = log.scrollHeight;
   }
