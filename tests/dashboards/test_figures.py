@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -17,10 +18,11 @@ from lt2.analysis.accounting import training_flops
 from lt2.config import ConfigError, ModelConfig
 from lt2_dashboards.export import static_html
 from lt2_dashboards.figures import FIGURES, Figure, draw
-from lt2_dashboards.figures.curves import curves
+from lt2_dashboards.figures.curves import SEED_MEANS, curves
 from lt2_dashboards.figures.downstream import downstream
 from lt2_dashboards.figures.figure import describe
 from lt2_dashboards.figures.paper import DOWNSTREAM, PATTERNS, RATIOS, TASKS
+from lt2_dashboards.figures.seed_means import mean_and_deviation
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -80,7 +82,8 @@ def test_curves_by_tokens_and_by_flops(tmp_path):
     for name, n_loops in (("once", 1), ("thrice", 3)):
         model = ModelConfig.model_validate({**sizes, "n_loops": n_loops})
         assert lines(by_flops)[name][-1][0] == pytest.approx(768_000 * training_flops(model, 64), rel=1e-5)
-    assert by_flops.columns[3] == "training FLOPs (3 × forward)"
+    assert by_flops.columns[3] == "training FLOPs"
+    assert by_flops.option["xAxis"]["name"].startswith("training FLOPs (3 × forward, without teachers")
     assert by_flops.rows[0][3] == pytest.approx(
         256 * training_flops(ModelConfig.model_validate(sizes | {"n_loops": 1}), 64)
     )
@@ -91,6 +94,44 @@ def test_curves_by_tokens_and_by_flops(tmp_path):
         writer.log(1, {"loss": 1.0, "tokens": 10})
     (note,) = curves(Source(str(tmp_path)), runs=["unknown"], x="flops").notes
     assert note.startswith("unknown is not on this axis: its model cannot be counted")
+
+
+def test_runs_that_differ_in_their_seeds_only_are_drawn_as_one(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for seed, (lr, steps, shift) in enumerate([(1e-3, 4, 0.0), (1e-3, 3, 1.0), (2e-3, 4, 5.0), (1e-3, 4, 2.0)]):
+        with store.create_run(f"r{seed}", {"config": {"train": {"lr": lr, "seed": seed}}}) as writer:
+            for step in range(1, steps + 1):
+                writer.log(step, {"loss": 2.0 * step + shift})
+    source, runs = Source(str(tmp_path)), ["r0", "r1", "r2", "r3"]
+    figure = curves(source, runs=runs, seeds=True)
+    low, wide, mean, alone = figure.option["series"]
+    assert (mean["name"], mean["members"], mean["colorIndex"]) == ("r0 and 2 more seeds", ["r0", "r1", "r3"], 0)
+    assert mean["data"] == [[1, 3.0], [2, 5.0], [3, 7.0]]  # as far as the shortest goes
+    assert low["data"] == [[1, 2.0], [2, 4.0], [3, 6.0]]
+    assert wide["data"] == [[1, 2.0], [2, 2.0], [3, 2.0]]  # from one deviation below to one above
+    assert low["stackStrategy"] == wide["stackStrategy"] == "all"  # below zero too
+    assert (alone["name"], alone["colorIndex"], len(alone["data"])) == ("r2", 2, 4)
+    assert figure.notes == [SEED_MEANS]
+    assert len(figure.rows) == 15  # of every run by itself
+    assert list(lines(curves(source, runs=runs))) == runs
+    assert [each["name"] for each in curves(source, runs=runs, seeds=True, log=True).option["series"]] == [
+        "r0 and 2 more seeds",
+        "r2",
+    ]
+
+
+def test_seeds_that_share_no_step_are_drawn_apart(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for seed in (0, 1):
+        with store.create_run(f"r{seed}", {"config": {"seed": seed}}) as writer:
+            writer.log(1 + seed, {"loss": 2.0})
+            writer.log(3, {"loss": math.nan, "other": 1.0})
+    source = Source(str(tmp_path))
+    assert list(lines(curves(source, runs=["r0", "r1"], seeds=True))) == ["r0", "r1"]
+    (_, _, one) = curves(source, runs=["r0", "r1"], metric="other", seeds=True).option["series"]
+    assert (one["name"], one["data"]) == ("r0 and 1 more seed", [[3, 1.0]])
+    thirds = [(np.array([1]), np.array([1 / 3]))] * 3
+    assert mean_and_deviation(thirds)[2].tolist() == [0.0]  # and not the rounding of the sum
 
 
 def test_values_that_cannot_be_drawn_are_counted(source):

@@ -16,7 +16,12 @@ from lt2.config import ConfigError, ModelConfig
 from lt2_platform.results.store import RunInfo
 
 X = Literal["step", "tokens", "flops", "time"]
-NAMES = {"step": "step", "tokens": "tokens", "flops": "training FLOPs (3 × forward)", "time": "hours"}
+NAMES = {
+    "step": "step",
+    "tokens": "tokens",
+    "flops": "training FLOPs (3 × forward, without teachers and recomputation)",
+    "time": "hours",
+}
 
 
 def across(x: X, curve: pa.Table, run: RunInfo, table: pa.Table) -> np.ndarray | str:

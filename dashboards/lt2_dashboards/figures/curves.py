@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,17 @@ import pyarrow.compute as pc
 
 from lt2_dashboards.figures.across import NAMES, X, across
 from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.seed_means import ON_ANY, by_seed, mean_lines
 from lt2_dashboards.figures.store import known_runs
 from lt2_dashboards.queries import Source
 from lt2_platform.results.curves import refit
+from lt2_platform.results.store import RunInfo
 
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
 START_CUT = "The start of training is above the axis."
+SEED_MEANS = "Seeds are drawn as their mean, as far as all of them go; bands are one standard deviation."
+Line = tuple[pa.Table, np.ndarray]  # a curve as it is drawn, and where its points stand on the axis
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
 TITLES = {
     "loss": "Training loss (nats per token)",
@@ -45,6 +50,7 @@ def curves(
     log: bool = False,
     smooth: int = 0,
     full: bool = False,
+    seeds: bool = False,
     points: int = 2_000,
 ) -> Figure:
     """A metric over training, one line per run: bucket means, with the range of each bucket behind a few lines.
@@ -54,11 +60,12 @@ def curves(
     `x` is the step, the tokens or FLOPs spent until then, or the hours since the run started, `log` a logarithmic value
     axis, `smooth` the half-life, in points, of an exponential moving average drawn instead of the raw mean. Unless
     `full`, the value axis of a loss ends where the loss is after the first 3 % of training, so that later differences
-    can be seen. `points` is how many each line may have (a small chart needs fewer); the table has all that are stored.
+    can be seen. With `seeds`, runs that differ in their seeds only are one line: their mean, and a band of one standard
+    deviation. `points` is how many each line may have (a small chart needs fewer); the table has all that are stored.
     """
     known = known_runs(source.snapshot(), runs)
-    series, found, notes, empty, unplaced = [], {}, [], [], {}
-    for position, run in enumerate(runs):
+    series, found, lines, notes, empty, unplaced = [], {}, {}, [], [], {}
+    for run in runs:
         loaded = source.curves(known[run])
         notes += [f"{problem}" for problem in loaded.skipped]
         curve = loaded.table.filter(pc.field("metric") == metric)
@@ -72,12 +79,17 @@ def curves(
         found[run] = (curve, known[run].created, places)
         drawn = refit(curve, max(100, min(points, POINTS_ON_SCREEN // len(runs))))
         ends = np.searchsorted(curve["step"].to_numpy(), drawn["step"].to_numpy())  # a wider bucket ends where one did
-        series += _lines(
-            run, position, drawn, places[ends], band=len(runs) <= 3 and not log and not smooth, smooth=smooth
-        )
+        lines[run] = (drawn, places[ends])
         if bad := int(np.sum(curve["nonfinite"].to_numpy())):
             values = "1 value is" if bad == 1 else f"{bad:,} values are"
             notes.append(f"{run}: {values} NaN or infinite and not drawn.")
+    together = _groups(runs, known, lines, seeds=seeds)
+    for position, members in together:
+        series += _of_group(
+            members, position, lines, band=len(runs) <= 3 and not log and not smooth, log=log, smooth=smooth
+        )
+    if any(len(members) > 1 for _, members in together):
+        notes.append(SEED_MEANS)
     if empty and len(empty) < len(runs):
         notes.append(f"Not logged by {', '.join(empty[:5])}{' and others' if len(empty) > 5 else ''}.")
     notes += [f"{run} is not on this axis: {why}." for run, why in list(unplaced.items())[:5]]
@@ -87,12 +99,33 @@ def curves(
     title = TITLES.get(metric) or re.sub(
         r"^rho_norm_(\d+)$", lambda loop: f"Norm of rho, loop {int(loop[1]) + 1}", metric
     )
-    more = [NAMES[x]] if x in ("tokens", "flops") else []
+    more = [NAMES[x].partition(" (")[0]] if x in ("tokens", "flops") else []
     columns = ["run", "step", "hours", *more, "min", "mean", "max"]
     links = {START_CUT: {"full": "1"}}
     return Figure(
         title, _option(series, metric, x, log, top), columns, lambda: _table(found, bool(more)), notes, links=links
     )
+
+
+def _groups(
+    runs: list[str], known: Mapping[str, RunInfo], lines: Mapping[str, Line], *, seeds: bool
+) -> list[tuple[int, list[str]]]:
+    """(number of a colour, runs that are one line): it does not hang on which of them have logged a metric."""
+    found = by_seed({run: known[run].config for run in runs}) if seeds else [[run] for run in runs]
+    drawn = [(runs.index(members[0]), [run for run in members if run in lines]) for members in found]
+    return [(position, members) for position, members in drawn if members]
+
+
+def _of_group(
+    members: list[str], position: int, lines: Mapping[str, Line], *, band: bool, log: bool, smooth: int
+) -> list[dict[str, Any]]:
+    if len(members) > 1:
+        points = [
+            (at, np.array(_smoothed(curve["mean"].to_numpy(), smooth))) for curve, at in map(lines.__getitem__, members)
+        ]
+        if together := mean_lines(members, position, points, band=not log):
+            return together
+    return [each for run in members for each in _lines(run, position, *lines[run], band=band, smooth=smooth)]
 
 
 def _table(found: dict[str, tuple[pa.Table, float, np.ndarray]], with_places: bool) -> list[list[Any]]:
@@ -125,7 +158,7 @@ def _lines(
     if not banded:
         return [line]
     low, high = curve["min"].to_numpy(), curve["max"].to_numpy()
-    common = {"type": "line", "name": run, "stack": f"range {run}", "band": True, "colorIndex": position}
+    common = {"type": "line", "name": run, "stack": f"range {run}", "band": True, "colorIndex": position} | ON_ANY
     below = {**common, "data": [[a, rounded(v)] for a, v in zip(at, low)]}
     range_ = {**common, "areaStyle": {"opacity": 0.16}, "data": [[a, rounded(v)] for a, v in zip(at, high - low)]}
     return [below, range_, line]

@@ -2,7 +2,7 @@
 
 import { get, poll, query } from "../api.js";
 import { figure, theme } from "../chart.js";
-import { curveControls, curveParams } from "../controls.js";
+import { coloursOf, curveControls, curveParams } from "../controls.js";
 import { fill, h, notice, status } from "../dom.js";
 import { number } from "../format.js";
 import { colour, dash } from "../theme.js";
@@ -17,7 +17,13 @@ export function comparePage(main) {
   const controls = curveControls();
   const table = h("div", { class: "table-wrap", tabindex: "0" });
   const same = h("details", { class: "same" });
-  const tiles = TILES.map((metric) => [metric, figure("curves", { small: true, group: "compare" })]);
+  let colours = new Map(), recoloured = "[]"; // of seeds that are drawn as one line
+  function recolour(found) {
+    colours = coloursOf(found);
+    const now = JSON.stringify([...colours]);
+    if (now !== recoloured && body) { recoloured = now; show(); }
+  }
+  const tiles = TILES.map((metric) => [metric, figure("curves", { small: true, group: "compare", onBody: metric === TILES[0] ? recolour : undefined })]);
   const grid = h("section", { class: "tiles three", "aria-label": "Curves" }, tiles.map(([, tile]) => tile.element));
   const curvesBar = h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element);
   const caveat = h("div", { class: "notes" });
@@ -83,7 +89,7 @@ export function comparePage(main) {
   // Models from elsewhere were evaluated only: they have no curves, and no colour of one.
   const trained = () => body.runs.filter((run) => run.status !== "evaluated");
   function lineOf(run) {
-    const index = trained().indexOf(run);
+    const index = colours.get(run.run) ?? trained().indexOf(run);
     return index < 0 ? {} : { "--run": colour(theme(), index), "--run-line": dash(theme(), index) };
   }
 

@@ -44,7 +44,7 @@ export function runPage(main, run) {
   const header = h("header", { class: "page-head" });
   const messages = h("div");
   const story = h("div");
-  const controls = curveControls();
+  const controls = curveControls({ several: false });
   const grid = h("section", { class: "tiles run-tiles", "aria-label": "Curves" });
   const side = h("section", { class: "panels" });
   const tiles = new Map();

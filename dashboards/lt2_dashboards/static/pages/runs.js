@@ -2,7 +2,7 @@
 
 import { poll, query } from "../api.js";
 import { aligned, figure, theme } from "../chart.js";
-import { curveControls, curveParams } from "../controls.js";
+import { coloursOf, curveControls, curveParams } from "../controls.js";
 import { fill, h, notice, setText, status } from "../dom.js";
 import { ago, brief, date, number, shortNames } from "../format.js";
 import { colour } from "../theme.js";
@@ -27,7 +27,7 @@ function metricName(key) {
 const toggled = (list, item) => (list.includes(item) ? list.filter((other) => other !== item) : [...list, item]);
 
 export function runsPage(main) {
-  const state = { body: null, focus: -1 };
+  const state = { body: null, colours: new Map() };
   const search = h("input", { type: "search", class: "search", placeholder: "Filter: words, lr>1e-3, layout.ratio=1:4, loss<3", "aria-label": "Filter runs", spellcheck: "false", autocomplete: "off" });
   const chips = h("div", { class: "chips", role: "group", "aria-label": "Status" });
   const controls = curveControls();
@@ -193,7 +193,7 @@ export function runsPage(main) {
   function updateRow(line, row, keys, shapes, position) {
     line.box.checked = position >= 0;
     line.tr.classList.toggle("selected", position >= 0);
-    if (position >= 0) line.tr.style.setProperty("--run", colour(theme(), position));
+    if (position >= 0) line.tr.style.setProperty("--run", colour(theme(), state.colours.get(row.run) ?? position));
     else line.tr.style.removeProperty("--run");
     if (line.badge.dataset.state !== row.status) { fill(line.badge, status(row.status)); line.badge.dataset.state = row.status; }
     setText(line.step, row.total ? `${number(row.step)} / ${number(row.total)}` : number(row.step));
@@ -223,10 +223,20 @@ export function runsPage(main) {
     if (missing) return;
     const shown = shownCharts();
     for (const [metric, tile] of tiles) if (!shown.includes(metric)) { tile.destroy(); tiles.delete(metric); }
-    for (const metric of shown) if (!tiles.has(metric)) tiles.set(metric, figure("curves", { small: true, group: "runs" }));
+    for (const metric of shown) if (!tiles.has(metric)) tiles.set(metric, figure("curves", { small: true, group: "runs", onBody: recolour }));
+    const drawn = JSON.stringify([runs, params().seeds]);
+    if (state.drawn !== drawn) { state.drawn = drawn; state.colours.clear(); }
     const elements = shown.map((metric) => tiles.get(metric).element);
     if (elements.length !== grid.children.length || elements.some((element, index) => grid.children[index] !== element)) fill(grid, elements);
     for (const metric of shown) tiles.get(metric).load({ runs: runs.join(","), metric, ...curveParams(), ...(metric === shown[0] ? { points: 1500 } : {}) });
+  }
+
+  // Names have the colours of their lines, also where several seeds are one.
+  function recolour(body) {
+    const found = coloursOf(body);
+    if (![...found].some(([run, index]) => state.colours.get(run) !== index)) return;
+    for (const [run, index] of found) state.colours.set(run, index);
+    drawTable();
   }
 
   function emptyNote(body) {
