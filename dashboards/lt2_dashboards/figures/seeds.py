@@ -14,7 +14,7 @@ from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.runs_table import MAX_QUERY, matching
 from lt2_platform.evaluate.ablations import mean_std, welch
 
-DRAWN = 30  # configurations, the best ones
+DRAWN = 20  # configurations, the best ones: labels of more would lie on each other
 LOWER_IS_BETTER = re.compile(r"loss|ppl|perplexity|kl|_time|wait|stall|bytes|memory|spikes", re.IGNORECASE)
 
 

@@ -75,6 +75,28 @@ function switchTheme() {
   repaint();
 }
 
+// A menu closes when one goes on elsewhere, and by Escape.
+document.addEventListener("click", (event) => {
+  for (const menu of document.querySelectorAll("details.menu[open]")) if (!event.composedPath().includes(menu)) menu.open = false;
+});
+document.addEventListener("keydown", ({ key }) => {
+  const menu = key === "Escape" && document.querySelector("details.menu[open]");
+  if (menu) { menu.open = false; menu.querySelector("summary").focus(); }
+});
+
+// On paper every page is light.
+let onScreen = null;
+addEventListener("beforeprint", () => {
+  onScreen = document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = "light";
+  repaint();
+});
+addEventListener("afterprint", () => {
+  if (onScreen) document.documentElement.dataset.theme = onScreen;
+  onScreen = null;
+  repaint();
+});
+
 function showKeys() {
   const dialog = document.getElementById("keys");
   fill(dialog, h("h2", {}, "Keyboard"), h("dl", {}, KEYS.map(([key, does]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, does)])),

@@ -7,7 +7,8 @@ import { bytes, DARK, LIGHT, rowsOf, themed } from "./theme.js";
 
 const mounted = new Set();
 export const theme = () => (document.documentElement.dataset.theme === "dark" ? DARK : LIGHT);
-export function repaint() { for (const chart of mounted) chart.paint(); }
+// At once: before printing no frame follows in which a chart could be drawn.
+export function repaint() { for (const chart of mounted) chart.paint(true); }
 
 const TABLE_ROWS = 500;
 const PICTURE = { width: 720, height: 400, scale: 3 };
@@ -68,7 +69,7 @@ export function figure(name, options = {}) {
     }
   }
 
-  function draw() {
+  function draw(now = false) {
     if (!body) return;
     setText(title, options.title ?? body.title);
     title.title = title.textContent; // a narrow tile cuts it off
@@ -81,6 +82,7 @@ export function figure(name, options = {}) {
     if (canvas.hidden) return;
     if (body.option.empty) return clear(body.option.empty, body.produce);
     paint();
+    if (now) chart?.getZr().flush();
   }
 
   function fillTable() {
@@ -155,11 +157,12 @@ function sorted({ columns, rows }, by) {
   }) };
 }
 
-// One number of decimals for a column, about five digits in all, so that points stand under each other.
-export function aligned(values) {
+// One number of decimals for a column, about five digits in all, so that points stand under each other; where values
+// are too far apart for that, each has its own, with `digits` in all.
+export function aligned(values, digits = 6) {
   const known = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs);
   const largest = Math.max(...known, 0);
-  if (known.every(Number.isInteger) || largest >= 1e5 || Math.min(...known) < 1e-3) return (value) => number(value, 6);
+  if (known.every(Number.isInteger) || largest >= 1e5 || Math.min(...known) < 1e-3) return (value) => number(value, digits);
   const decimals = Math.max(0, Math.min(5, 4 - Math.floor(Math.log10(largest))));
   if (Math.min(...known) < 10 ** (1 - decimals)) return (value) => number(value); // accuracies beside tokens/s: one digit would be left of them
   const needed = Math.max(...known.map((value) => (String(Number(value.toFixed(decimals))).split(".")[1] ?? "").length));

@@ -128,6 +128,14 @@ def test_figure_page_exports_and_table(page, site, browser, tmp_path):
     with open(download.value.path(), newline="") as file:
         assert len(list(csv.reader(file))) == 51
     page.keyboard.press("t")  # dark pages too give pictures for paper
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+    axis = "document.querySelector('figure').figure.option().xAxis[0].axisLabel.color"
+    on_screen = page.evaluate(axis)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("html").get_attribute("data-theme") == "light"
+    assert page.evaluate(axis) != on_screen  # the chart as well, at once
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("html").get_attribute("data-theme") == "dark"
     for kind, begins in (("PNG", b"\x89PNG"), ("SVG", b"<svg")):
         with page.expect_download() as download:
             page.get_by_role("button", name=kind).click()

@@ -167,7 +167,7 @@ export function runsPage(main) {
     const selected = selection();
     const layout = [inWorkflow, ...keys].join("\n");
     for (const [run, row] of rows) if (row.layout !== layout || !found.some((other) => other.run === run)) { row.tr.remove(); rows.delete(run); }
-    const shapes = new Map(keys.filter((key) => !varying.includes(key)).map((key) => [key, aligned(found.map((row) => row.numbers[key]))]));
+    const shapes = new Map(keys.filter((key) => !varying.includes(key)).map((key) => [key, aligned(found.map((row) => row.numbers[key]), 4)]));
     found.forEach((row, index) => {
       let line = rows.get(row.run);
       if (!line) rows.set(row.run, (line = makeRow(row, keys, layout, inWorkflow)));

@@ -10,8 +10,8 @@ export function sweepsPage(main) {
   const metric = h("select", { "aria-label": "Result", onchange: () => setParams({ metric: metric.value }) });
   const chart = figure("sweep", { onBody: (body) => fill(table, numbers(sorted(body))) });
   const means = figure("seeds", { onBody: (body) => { configurations.hidden = !body.rows.length; fill(configurations, numbers(body)); } });
-  const configurations = h("div", { class: "table-wrap", tabindex: "0" });
-  const table = h("div", { class: "table-wrap", tabindex: "0" });
+  const configurations = h("div", { class: "table-wrap bounded", tabindex: "0", role: "region", "aria-label": "Configurations" });
+  const table = h("div", { class: "table-wrap bounded", tabindex: "0", role: "region", "aria-label": "Runs" });
   let typing, known = [];
   fill(main, h("header", { class: "page-head" }, h("h1", {}, "Sweeps")), h("div", { class: "toolbar" }, search, h("label", { class: "controls" }, "result ", metric)), h("div", { class: "medium" }, means.element), configurations, h("div", { class: "medium" }, chart.element), table);
   search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => setParams({ q: search.value.trim() }), 250); });
