@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -140,12 +141,12 @@ def _add_figures(app: FastAPI, source: Source) -> None:
 
     @app.get("/api/figures/{name}.csv")
     def table(request: Request, name: str) -> Response:
-        return download(figure(name, request).csv(), f"{name}.csv", "text/csv; charset=utf-8")
+        return download(figure(name, request).csv(), file_name(name, request, "csv"), "text/csv; charset=utf-8")
 
     @app.get("/api/figures/{name}.html")
     def page(request: Request, name: str) -> Response:
         html = static_html(figure(name, request), origin=source.storage.root)
-        return download(html, f"{name}.html", "text/html; charset=utf-8")
+        return download(html, file_name(name, request, "html"), "text/html; charset=utf-8")
 
     @app.get("/api/figures/{name}")
     def drawn(request: Request, name: str) -> Response:
@@ -163,6 +164,12 @@ def answer(request: Request, body: dict[str, Any]) -> Response:
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type="application/json", headers=headers)
+
+
+def file_name(figure: str, request: Request, kind: str) -> str:
+    """E.g. "curves-loss.csv": with the metric, since one saves several; of ASCII letters, digits, "_" and "." only."""
+    metric = re.sub(r"[^\w.]+", "-", request.query_params.get("metric", ""), flags=re.ASCII).strip("-.")[:60]
+    return f"{figure}-{metric}.{kind}" if metric else f"{figure}.{kind}"
 
 
 def download(text: str, name: str, kind: str) -> Response:

@@ -343,7 +343,14 @@ def test_a_chart_can_be_had_without_its_table(client):
 
 def test_csv_has_the_whole_table(client, source):
     answer = client.get("/api/figures/curves.csv?runs=full-1&metric=loss")
-    assert answer.headers["content-disposition"] == 'attachment; filename="curves.csv"'
+    assert answer.headers["content-disposition"] == 'attachment; filename="curves-loss.csv"'
+    for metric, name in (
+        ('a"b\n/../µ c', "curves-a-b-..-c.html"),
+        ("☃", "curves.html"),
+        ("x" * 99, f"curves-{'x' * 60}.html"),
+    ):
+        answer_ = client.get("/api/figures/curves.html", params={"runs": "full-1", "metric": metric})
+        assert answer_.headers["content-disposition"] == f'attachment; filename="{name}"'
     rows = list(csv.reader(io.StringIO(answer.text)))
     figure = curves(source, runs=["full-1"])
     assert rows[0] == figure.columns

@@ -111,7 +111,7 @@ export function figure(name, options = {}) {
     if (!body || body.option.empty) return;
     const size = { width: Math.max(canvas.clientWidth, PICTURE.width), height: Math.max(canvas.clientHeight, PICTURE.height * rowsOf(body.option)) };
     const drawn = echarts.init(h("div"), null, kind === "svg" ? { renderer: "svg", ssr: true, ...size } : { devicePixelRatio: PICTURE.scale, ...size });
-    drawn.setOption(themed(body.option, LIGHT, { width: size.width }));
+    drawn.setOption(themed(alone(body), LIGHT, { width: size.width }));
     const address = kind === "svg" ? URL.createObjectURL(new Blob([drawn.renderToSVGString()], { type: "image/svg+xml" })) : drawn.getDataURL({ type: "png", pixelRatio: PICTURE.scale, backgroundColor: LIGHT.panel });
     drawn.dispose();
     h("a", { href: address, download: `${[name, parameters.metric].filter(Boolean).join("-").replaceAll("/", "-")}.${kind}` }).click();
@@ -135,6 +135,12 @@ export function figure(name, options = {}) {
   element.figure = self; // for tests and the console
   mounted.add(self);
   return self;
+}
+
+// A chart without its title says on its axis what it shows.
+function alone({ title, option }) {
+  const { yAxis } = option;
+  return !option.panels && yAxis && !Array.isArray(yAxis) && yAxis.type !== "category" && !yAxis.name ? { ...option, yAxis: { ...yAxis, name: title } } : option;
 }
 
 const produced = (command) => h("div", { class: "produce" }, "Nothing of this store is in this figure yet. It comes from ", h("code", {}, command));

@@ -143,6 +143,7 @@ def test_figure_page_exports_and_table(page, site, browser, tmp_path):
         assert download.value.suggested_filename == f"curves-loss.{kind.lower()}"
         assert picture.startswith(begins)
     assert "#2f6bd8" in picture.decode()  # the light theme's first colour
+    assert "Training loss (nats per token)" in picture.decode()  # beside the axis: a picture has no title
     with page.expect_download() as download:
         page.get_by_role("link", name="HTML").click()
     saved = tmp_path / "curves.html"

@@ -122,8 +122,17 @@ def test_the_page_of_a_store_that_is_slow_to_answer(page, site):
     # Not the browser's own word for a list without one.
     assert page.locator("details.menu").all_inner_texts() == ["Charts", "Columns"]
     assert "off" in page.get_by_text("Compare", exact=True).get_attribute("class")
+    assert not page.locator(".table-wrap").is_visible()
     held.pop().continue_()
     drawn(page, 5)
+    for kind, address in (("workflows", "workflows/demo-1"), ("compare", "compare?runs=full-1,hybrid-2")):
+        page.route(
+            f"**/api/{kind}*/**" if kind == "workflows" else f"**/api/{kind}?*", lambda route: held.append(route)
+        )
+        page.goto(f"{site.address}/{address}")
+        page.locator(".loading", has_text="Reading the").wait_for()
+        assert page.locator("h1").is_visible()
+        assert not page.locator(".table-wrap, .graph").first.is_visible()
     page.unroute_all(behavior="ignoreErrors")
 
 

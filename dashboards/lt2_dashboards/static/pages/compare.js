@@ -38,6 +38,7 @@ export function comparePage(main) {
       body = null;
       stop();
       if (!runs) return show();
+      fill(messages, h("p", { class: "quiet-note loading" }, "Reading the runs…"));
       stop = poll(`/api/compare${query({ runs })}`, (found) => { body = found; show(); }, (error) => {
         fill(messages, notice("error", "These runs cannot be compared", error.message, h("a", { href: "/" }, "All runs")));
         grid.hidden = true;

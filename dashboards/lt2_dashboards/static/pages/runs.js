@@ -38,7 +38,7 @@ export function runsPage(main) {
   const grid = h("section", { class: "tiles", "aria-label": "Curves of the selected runs" });
   const head = h("tr");
   const bodyRows = h("tbody");
-  const table = h("div", { class: "table-wrap" }, h("table", { class: "runs" }, h("thead", {}, head), bodyRows));
+  const table = h("div", { class: "table-wrap", hidden: true }, h("table", { class: "runs" }, h("thead", {}, head), bodyRows));
   const foot = h("div", { class: "foot" });
   const messages = h("div");
   const rows = new Map(); // run -> { tr, cells }

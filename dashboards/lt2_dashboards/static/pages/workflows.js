@@ -53,23 +53,22 @@ export function workflowPage(main, id, stepId) {
   const panel = h("div");
   let stopStep = () => {}, shown = null, chosen = stepId, body = null;
   fill(main, header, messages, graph, panel);
+  const heading = (name) => [h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, name)];
+  fill(header, heading(id === "-" ? stepId : id));
+  if (id !== "-") fill(messages, h("p", { class: "quiet-note loading" }, "Reading the workflow…"));
   document.title = `${id === "-" ? stepId : id} · LT2`;
   const stop = id === "-" ? () => {} : poll(`/api/workflows/${encodeURIComponent(id)}`, (found) => { body = found; show(); }, (error) => {
-    fill(header, h("h1", {}, id));
     fill(messages, notice("error", "This workflow cannot be shown", error.message, h("a", { href: "/workflows" }, "All workflows")));
     graph.hidden = true;
   });
-  if (id === "-") {
-    graph.hidden = true;
-    fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, stepId));
-  }
+  graph.hidden = id === "-";
 
   function show() {
     graph.hidden = false;
     fill(messages, unreadable(body.skipped));
     const done = body.steps.filter((step) => step.state === "done").length;
     const busy = body.steps.filter((step) => step.started).map((step) => [step.started, endOf(step) ?? step.started]);
-    fill(header, h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "/workflows" }, "Workflows"), " / "), h("h1", {}, body.id), status(body.state),
+    fill(header, heading(body.id), status(body.state),
       facts([["trial of", body.part_of ? h("a", { href: `/workflows/-/steps/${body.part_of}` }, body.part_of) : null], ["steps", `${done} of ${body.steps.length} done`], ["started", busy.length ? date(Math.min(...busy.map(([from]) => from))) : null], ["time in steps", busy.length ? duration(busy.reduce((sum, [from, to]) => sum + to - from, 0)) : null]]));
     drawGraph(graph, body, chosen ?? shown);
     if (!chosen) {
@@ -146,6 +145,8 @@ function stepPanel(parent, id) {
   const took = h("span");
   let body = null, reading = null, current = null, stopLog = () => {}, stopTrials = null;
   fill(parent, h("section", { class: "panel" }, head, attempts, cut, log), reports, trials, side);
+  fill(head, h("p", { class: "quiet-note loading" }, "Reading the step…"));
+  log.hidden = true;
   parent.tick = () => { if (current) setText(took, timeOf(current)); };
   const stop = poll(`/api/steps/${encodeURIComponent(id)}`, (found) => { body = found; show(); }, (error) => fill(parent, notice("error", "This step cannot be shown", error.message)));
 
