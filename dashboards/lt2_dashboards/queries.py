@@ -14,7 +14,7 @@ import duckdb
 
 from lt2_platform.evaluate.repeats import STANDING_SQL
 from lt2_platform.results.index import Layers, read_layers
-from lt2_platform.results.store import Curves, ResultsStore, RunInfo
+from lt2_platform.results.store import NOTE, Curves, ResultsStore, RunInfo
 from lt2_platform.results.tables import Eval, Tables
 from lt2_platform.storage import Storage
 
@@ -42,7 +42,8 @@ CACHED_CURVES = 64  # about 1 MB each
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The store at one moment, as the tables of results_tables.py and two more; `runs` also says of which `workflow`.
+    """The store at one moment, as the tables of results_tables.py and two more; `runs` also says of which `workflow` a
+    run is, and the newest `note` on it ('' for none).
 
     numbers  run, metric, value: last values and evaluations together
     own      place: rowid in `evals` of the results of a model as it was trained, at no other depth
@@ -70,9 +71,16 @@ class Snapshot:
         return {run: RunInfo.from_json(json.loads(found[run])) for run in run_ids if run in found}
 
     def evals(self, run_ids: list[str]) -> list[Eval]:
-        """Evaluation rows of some runs in the order of writing."""
-        found = self.query("SELECT run, name, row FROM evals WHERE list_contains(?, run) ORDER BY rowid", [run_ids])
+        """Evaluation rows of some runs in the order of writing, without notes."""
+        found = self.query(
+            "SELECT run, name, row FROM evals WHERE list_contains(?, run) AND name <> ? ORDER BY rowid", [run_ids, NOTE]
+        )
         return [(run, name, json.loads(row)) for run, name, row in found]
+
+    def notes(self, run_id: str) -> list[dict[str, Any]]:
+        """{"note", "author", "time"} of a run, newest first; none from before the last one that took them away."""
+        found = self.query("SELECT row FROM evals WHERE run = ? AND name = ? ORDER BY rowid", [run_id, NOTE])
+        return _standing_notes([json.loads(row) for (row,) in found])
 
 
 class Source:
@@ -138,4 +146,23 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
         "FROM evals e WHERE value IS NOT NULL AND name <> 'diagnostics' GROUP BY ALL"
     )
     connection.execute(_OWN)
+    _add_notes(connection)
     return connection
+
+
+def _add_notes(connection: duckdb.DuckDBPyConnection) -> None:
+    """The column `note` of `runs`. Texts are read here: JSON's escapes would stay in what SQL cuts out of a row."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    found = connection.execute("SELECT run, row FROM evals WHERE name = ? ORDER BY rowid", [NOTE]).fetchall()
+    for run, row in found:
+        rows.setdefault(run, []).append(json.loads(row))
+    newest = [(run, notes[0]["note"]) for run, each in rows.items() if (notes := _standing_notes(each))]
+    connection.execute("ALTER TABLE runs ADD COLUMN note VARCHAR DEFAULT ''")
+    if newest:
+        connection.executemany("UPDATE runs SET note = $2 WHERE run = $1", newest)
+
+
+def _standing_notes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ordered = sorted(rows, key=lambda row: row.get("time") or 0.0)
+    empty = max((place for place, row in enumerate(ordered) if not row.get("note")), default=-1)
+    return ordered[empty + 1 :][::-1]

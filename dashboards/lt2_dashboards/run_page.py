@@ -24,8 +24,8 @@ PACE = 20  # of the curve's buckets: what the time that remains is reckoned from
 
 
 def run_page(source: Source, run_id: str) -> dict[str, Any]:
-    """One run: its place, settings, last values, metric names, evaluations, what happened to it, its step's newest
-    attempt (None for a run of no workflow), and files that could not be read.
+    """One run: its place, settings, last values, metric names, evaluations, what happened to it, notes on it, its
+    step's newest attempt (None for a run of no workflow), and files that could not be read.
     """
     snapshot = source.snapshot()
     (run,) = known(source, snapshot, [run_id])
@@ -41,6 +41,7 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
         "metrics": sorted(set(curves.table["metric"].to_pylist())),
         "evals": [{"name": name, **row} for _, name, row in snapshot.evals([run_id])],
         "events": _events(records, run_id),
+        "notes": snapshot.notes(run_id),
         "attempt": step,
         "seconds_per_step": _pace(curves.table),
         "skipped": [*curves.skipped, *records.lines()],

@@ -13,7 +13,7 @@ from lt2_platform.results.tables import STALE_SECONDS
 PAGE_SIZE = 100
 MAX_QUERY = 500  # characters
 STATUSES = ("running", "stalled", "finished", "failed")
-TEXTS = ("run", "workflow", "status")
+TEXTS = ("run", "workflow", "status", "note")
 BUILT_IN = {name: name for name in (*TEXTS, "created", "updated", "step")}
 SHOWN_AS = {"live": "running"}  # what pages call a status
 MAX_VARYING = 40  # settings offered as columns
@@ -48,8 +48,8 @@ def runs_page(
 ) -> dict[str, Any]:
     """One page of the runs that match `q` and `status` (a comma list), with the settings and metrics they differ in.
 
-    `q` is words (parts of the name of the run or its workflow) and conditions such as `lr>1e-3`, `ratio=1:4`,
-    `loss<3`, `type~gdn`. `sort` is a column, with '-' in front for descending. Raises ConfigError for a query that
+    `q` is words (parts of the name of the run or its workflow, or of its note) and conditions such as `lr>1e-3`,
+    `ratio=1:4`, `loss<3`, `type~gdn`. `sort` is a column, with '-' in front for descending. Raises ConfigError for what
     cannot be understood.
     """
     picked = _pick(snapshot, now, q)
@@ -110,7 +110,7 @@ def _pick(snapshot: Snapshot, now: float, q: str) -> _Picked:
     for term in q.split():
         match = _TERM.fullmatch(term)
         if match is None:
-            picked.add("contains(lower(concat_ws(' ', run, workflow)), lower(?))", term)
+            picked.add("contains(lower(concat_ws(' ', run, workflow, note)), lower(?))", term)
         elif match["key"] in BUILT_IN:
             _built_in(picked, **match.groupdict())
         else:
@@ -177,7 +177,7 @@ def _rows(picked: _Picked, sort: str, page: int) -> list[dict[str, Any]]:
             "UNION ALL SELECT run, value, NULL FROM numbers WHERE metric = ?) GROUP BY run) ON run_ = run "
         )
         order, bound = f"number {direction} NULLS LAST, text {direction} NULLS LAST", [column, column]
-    columns = ("run", "workflow", "status", "created", "updated", "step", "total")
+    columns = ("run", "workflow", "status", "note", "created", "updated", "step", "total")
     found = picked.query(
         f"SELECT {', '.join(columns)} FROM picked {join}ORDER BY {order}, run LIMIT ? OFFSET ?",
         *bound,

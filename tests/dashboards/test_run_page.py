@@ -7,8 +7,10 @@ import time
 import pytest
 from fastapi.testclient import TestClient
 
+from lt2_dashboards import queries
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
+from lt2_platform.results.index import compact
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 
@@ -114,6 +116,34 @@ def test_a_setting_that_is_null_in_one_run_and_missing_in_another_does_not_diffe
     for runs in ("plain,halting", "halting,plain"):
         compared = body(client.get(f"/api/compare?runs={runs}"))
         assert (compared["differs"], compared["same"]) == ([], {"model.dim": "8", "model.halting": "null"})
+
+
+def test_notes_are_with_their_run_and_are_no_results(store, client, monkeypatch):
+    monkeypatch.setattr(queries, "FRESH_SECONDS", 0.0)
+    for name in ("r", "other"):
+        add_run(store, name, start=time.time())
+    store.log_note("r", "diverged\u2028 after <b>80k</b> 🙂", "ada")
+    store.log_note("r", "Resumed with half the lr", "bob")
+    store.log_note("elsewhere", "of a run that the store does not have", "ada")
+    for _ in range(2):
+        page = body(client.get("/api/runs"))
+        assert {row["run"]: row["note"] for row in page["rows"]} == {"r": "Resumed with half the lr", "other": ""}
+        assert not any("note" in metric for metric in page["metrics"])
+        found = body(client.get("/api/runs/r"))
+        assert [(note["note"], note["author"]) for note in found["notes"]] == [
+            ("Resumed with half the lr", "bob"),
+            ("diverged\u2028 after <b>80k</b> 🙂", "ada"),
+        ]
+        assert found["evals"] == []
+        for q, names in (("HALF", ["r"]), ("note~resumed", ["r"]), ("note=", ["other"]), ("diverged", [])):
+            assert [row["run"] for row in body(client.get("/api/runs", params={"q": q}))["rows"]] == names
+        assert client.get("/api/runs/elsewhere").status_code == 400
+        compact(store.storage)  # and the same from the tables of the index
+    assert [row["run"] for row in body(client.get("/api/runs?sort=-note"))["rows"]] == ["r", "other"]
+    store.log_note("r", "", "ada")
+    store.log_note("other", "new", "ada")
+    assert {row["run"]: row["note"] for row in body(client.get("/api/runs"))["rows"]} == {"r": "", "other": "new"}
+    assert body(client.get("/api/runs/r"))["notes"] == []
 
 
 def test_what_has_curves_is_told_apart_from_results(store, client):

@@ -125,7 +125,15 @@ def assert_one_line(done: subprocess.CompletedProcess, message: str) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-COMMANDS = [["status"], ["results"], ["plan", CHAIN], ["run", CHAIN], ["report", "chain"], ["diagnose", "run"]]
+COMMANDS = [
+    ["status"],
+    ["results"],
+    ["plan", CHAIN],
+    ["run", CHAIN],
+    ["report", "chain"],
+    ["diagnose", "run"],
+    ["note", "run", "text"],
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -252,6 +260,20 @@ def test_results_of_a_run_read_the_index_once(tmp_path, monkeypatch, capsys):
         main()
     assert (done.value.code, reads) == (0, [1])
     assert capsys.readouterr().out.startswith("r1\n")
+
+
+def test_a_note_on_a_run(tmp_path, monkeypatch):
+    store = ResultsStore(Storage(str(tmp_path)))
+    store.create_run("r1", {"config": {}}).close()
+    monkeypatch.setenv("LOGNAME", "ada")
+    assert (
+        lt2("note", "r1", "  the baseline\nof all ", "--storage", str(tmp_path)).stdout == "r1: the baseline\nof all\n"
+    )
+    ((run, name, row),) = store.index().evals
+    assert (run, name, row["note"], row["author"]) == ("r1", "note", "the baseline\nof all", "ada")
+    assert lt2("results", "--storage", str(tmp_path)).stdout == "(nothing yet)\n"  # it is none
+    assert_one_line(lt2("note", "r2", "x", "--storage", str(tmp_path)), "no run 'r2'")
+    assert_one_line(lt2("note", "r1", "x" * 2001, "--storage", str(tmp_path)), "2,001 characters; at most 2,000")
 
 
 def test_status_shows_the_newest_workflow_last_and_long_errors_at_the_end(tmp_path):

@@ -164,6 +164,7 @@ def step(
 app.command()(records.status)
 app.command()(records.report)
 app.command()(records.results)
+app.command()(records.note)
 app.command()(generate)
 app.command("check-mixer")(models.check_mixer)
 app.command()(export)

@@ -35,10 +35,11 @@ from lt2_platform.results.rows import result_rows
 from lt2_platform.results.tables import RunInfo, flatten
 from lt2_platform.storage import Storage
 
-__all__ = ["Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
+__all__ = ["NOTE", "Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
 
 log = logging.getLogger(__name__)
 
+NOTE = "note"
 FIRST_FLUSH_SECONDS, FLUSH_SECONDS = 2.0, 60.0  # a new run shows up at once, a long one writes few files
 FLUSH_ROWS = 50_000
 PARTS_PER_CURVE = 16  # readers of a live run open at most this many small files
@@ -106,6 +107,13 @@ class ResultsStore:
         index_files.write_eval_journal(self.storage, run_id, name, rows)
         # A run that is evaluated often would grow the journal all its life, and every reader opens all of it.
         index_files.compact_when_long(self.storage, "~")
+
+    def log_note(self, run_id: str, text: str, author: str) -> None:
+        """Say something about a run. Readers show the newest note; one without text takes the ones before it away.
+
+        Kept as a row of an evaluation `NOTE` without a value: notes follow the store as results do, and are none.
+        """
+        self.log_eval(run_id, NOTE, [{"note": text, "author": author, "time": time.time()}])
 
     def log_event(self, run_id: str, kind: str, record: Mapping[str, Any]) -> None:
         """Add something that happened to a run: JSON-like, under one file of its own."""

@@ -234,10 +234,14 @@ def test_a_run_that_was_cut_off_says_why_and_what_to_do(page, site):
     site.store.log_event("cut-9", "rollback", {"step": 4, "to": None, "message": "step 4: loss nan"})
     root.write_json("steps/cut-9/spec.json", {"name": "pretrain", "config": {}, "needs": {}})
     attempt(root, "cut-9", 1, "interrupted", now - 400, error="asked to stop")
+    site.store.log_note("cut-9", "stopped for <b>node-7</b>", "ada")
+    page.goto(f"{site.address}/?q=node-7")
+    page.locator("tr", has_text="cut-9").locator("td[title='stopped for <b>node-7</b>']").wait_for()
     page.goto(f"{site.address}/runs/cut-9")
     page.locator(".notice.warn", has_text="This run was interrupted").wait_for()
     told = page.locator("main").inner_text()
     assert "asked to stop" in told
+    assert "stopped for <b>node-7</b> ada, " in told
     assert "Run the same command again: it goes on from the last checkpoint." in told
     assert "step 4: loss nan; went back to the start" in told
     assert page.locator(".page-head .status").inner_text() == "interrupted"

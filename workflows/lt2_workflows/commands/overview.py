@@ -8,7 +8,9 @@ from typing import Any
 from typer.core import TyperGroup
 
 SECTIONS = {
-    "Workflows": ("recipes", "plan", "run", "sweep", "step", "status", "results", "report", "dashboard", "doctor"),
+    "Workflows": (
+        "recipes", "plan", "run", "sweep", "step", "status", "results", "note", "report", "dashboard", "doctor",
+    ),  # fmt: skip
     "Models": ("generate", "checkpoints", "export", "diagnose", "check-mixer", "bench"),
     "Evaluation": ("eval", "pack", "compare", "paper-table"),
     "Clusters": ("submit", "logs", "cancel", "resume", "cluster"),

@@ -1,4 +1,4 @@
-"""Commands that read what workflows left in storage: status, report, results."""
+"""Commands on what workflows left in storage: status, report, results, note."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import time
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from getpass import getuser
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lt2_workflows.commands.evaluation import JsonOption, StorageOption
+
+MAX_NOTE = 2_000  # characters
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -122,6 +125,34 @@ def runs_named(root: Storage, known: Collection[str], names: Sequence[str], what
             raise ConfigError(f"no run or workflow {name!r} {what}: {', '.join(sorted(known)) or 'none'}")
         found.update(dict.fromkeys(runs))
     return list(found)
+
+
+def note(
+    run: Annotated[str, typer.Argument(help="A run's name.")],
+    text: Annotated[str, typer.Argument(help="What to say of it; nothing ('') takes the note away.")],
+    storage: StorageOption = None,
+) -> None:
+    """Write a note on a run, for the dashboard to show. In its table of runs stands the newest one."""
+    from lt2.config import ConfigError
+    from lt2_platform.results.store import ResultsStore
+
+    root = readable(storage)
+    store = ResultsStore(root)
+    index = store.index()
+    if run not in {*index.runs, *(known for known, _, _ in index.evals)}:
+        raise ConfigError(f"no run {run!r} in {root.root}; `lt2 results` lists them")
+    if len(text) > MAX_NOTE:
+        raise ConfigError(f"the note has {len(text):,} characters; at most {MAX_NOTE:,}")
+    store.log_note(run, text.strip(), _user())
+    typer.echo(f"{run}: {text.strip() or 'no note'}")
+
+
+def _user() -> str:
+    """Who runs this; "" in a container whose user id has no name."""
+    try:
+        return getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def _settings(config: dict[str, Any]) -> str:

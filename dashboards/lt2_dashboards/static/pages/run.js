@@ -39,6 +39,11 @@ function happened(events) {
     h("tr", {}, h("td", {}, date(event.time)), h("td", {}, event.kind), h("td", { class: "num" }, event.step === undefined ? "" : `step ${number(event.step)}`), h("td", { class: "said" }, said(event))))))));
 }
 
+// What people wrote with `lt2 note`, newest first.
+function noted(notes) {
+  return notes.length ? h("section", { class: "panel noted", "aria-label": "Notes" }, notes.map(({ note, author, time }) => h("p", {}, note, h("small", { class: "faint" }, ` ${author ?? ""}, ${date(time)}`)))) : null;
+}
+
 export function runPage(main, run) {
   const log = `/workflows/-/steps/${run}`;
   const header = h("header", { class: "page-head" });
@@ -85,7 +90,7 @@ export function runPage(main, run) {
       ]));
     fill(messages, trouble(state, body.attempt, log),
       body.skipped.length ? notice("warn", "Some of this run's files could not be read and are missing from the curves", ...body.skipped) : null);
-    fill(story, happened(body.events));
+    fill(story, noted(body.notes), happened(body.events));
     drawTiles();
     fill(side, evaluations(), panel("Settings", body.config, true), panel("Summary", body.summary), panel("Provenance", body.info));
   }

@@ -44,7 +44,7 @@ export function runsPage(main) {
   const rows = new Map(); // run -> { tr, cells }
   let stop = () => {}, typing;
 
-  fill(main,
+  fill(main, h("h1", { class: "hidden" }, "Runs"),
     h("div", { class: "toolbar" }, search, chips, h("span", { class: "grow" }), charts, columns, controls.element, compare),
     messages, grid, table, foot);
   fill(messages, h("p", { class: "quiet-note loading" }, "Reading the results store…"));
@@ -160,34 +160,35 @@ export function runsPage(main) {
         h("button", { type: "button", title: title ?? key, onclick: () => setParams({ sort: next, page: "" }) }, text, h("span", { class: "arrow", "aria-hidden": "true" }, active ? (down ? "↓" : "↑") : "")));
     };
     const focusedHeader = [...head.querySelectorAll("button")].indexOf(document.activeElement);
-    const inWorkflow = found.some((row) => row.workflow);
-    fill(head, h("th", { class: "pick" }, h("span", { class: "hidden" }, "Selected")), header("run", "run", "name"), inWorkflow ? header("workflow", "workflow") : null, header("status", "status"), header("step", "progress", "num"), header("created", "started", "num"),
+    const inWorkflow = found.some((row) => row.workflow), noted = found.some((row) => row.note);
+    fill(head, h("th", { class: "pick" }, h("span", { class: "hidden" }, "Selected")), header("run", "run", "name"), inWorkflow ? header("workflow", "workflow") : null, header("status", "status"), header("step", "progress", "num"), header("created", "started", "num"), noted ? header("note", "note", "") : null,
       keys.map((key) => header(key, names.get(key) ?? metricName(key), varying.includes(key) ? "" : "num")));
     if (focusedHeader >= 0) head.querySelectorAll("button")[focusedHeader]?.focus();
     const selected = selection();
-    const layout = [inWorkflow, ...keys].join("\n");
+    const layout = [inWorkflow, noted, ...keys].join("\n");
     for (const [run, row] of rows) if (row.layout !== layout || !found.some((other) => other.run === run)) { row.tr.remove(); rows.delete(run); }
     const shapes = new Map(keys.filter((key) => !varying.includes(key)).map((key) => [key, aligned(found.map((row) => row.numbers[key]), 4)]));
     found.forEach((row, index) => {
       let line = rows.get(row.run);
-      if (!line) rows.set(row.run, (line = makeRow(row, keys, layout, inWorkflow)));
+      if (!line) rows.set(row.run, (line = makeRow(row, keys, layout, inWorkflow, noted)));
       if (bodyRows.children[index] !== line.tr) bodyRows.insertBefore(line.tr, bodyRows.children[index] ?? null);
       updateRow(line, row, keys, shapes, selected.indexOf(row.run));
     });
     drawFoot();
   }
 
-  function makeRow(row, keys, layout, inWorkflow) {
+  function makeRow(row, keys, layout, inWorkflow, noted) {
     const box = h("input", { type: "checkbox", "aria-label": `Draw ${row.run}`, onchange: () => select(row.run) });
     const badge = h("td", {});
     const bar = h("span", { class: "progress" }, h("i"));
     const step = h("span");
     const cells = keys.map((key) => h("td", { class: state.body.varying.includes(key) ? "setting" : "num" }));
     const age = h("td", { class: "num faint" });
+    const note = noted ? h("td", { class: "setting" }) : null;
     const workflow = inWorkflow ? h("td", { class: "setting" }, row.workflow ? h("a", { href: `/workflows/${row.workflow}`, title: row.workflow }, row.workflow) : "–") : null;
     const tr = h("tr", { dataset: { run: row.run } }, h("td", { class: "pick" }, box), h("th", { scope: "row" }, h("a", { href: `/runs/${row.run}`, title: row.run }, row.run)), workflow, badge,
-      h("td", { class: "num" }, step, bar), age, cells);
-    return { tr, box, badge, bar, step, cells, age, layout };
+      h("td", { class: "num" }, step, bar), age, note, cells);
+    return { tr, box, badge, bar, step, cells, age, note, layout };
   }
 
   function updateRow(line, row, keys, shapes, position) {
@@ -201,6 +202,7 @@ export function runsPage(main) {
     line.bar.firstChild.style.setProperty("width", `${Math.min(100, (100 * (row.step + 1)) / (row.total || 1))}%`);
     keys.forEach((key, index) => setText(line.cells[index], state.body.varying.includes(key) ? brief(row.config[key] ?? "–") : shapes.get(key)(row.numbers[key])));
     keys.forEach((key, index) => { line.cells[index].title = row.config[key] ?? row.numbers[key] ?? ""; });
+    if (line.note) { setText(line.note, row.note); line.note.title = row.note; }
     setText(line.age, ago(row.created));
     line.age.title = date(row.created);
   }
