@@ -24,7 +24,7 @@ from lt2_platform.storage import Storage
 from tests.lt2.mixers.samples import config as sample_mixer
 from tests.lt2.mixers.samples import shipped_types
 
-from .paper_store import add, fill_paper, hybrid, readings, scores, uniform
+from .paper_store import add, cells, fill_paper, hybrid, readings, scores, uniform
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +241,18 @@ def test_throughput_marks_the_last_length_that_fitted(source):
     assert shown == [(10, 11), (10, 11), (10, 11), (10, 13)]  # the paper's decode rates at batch 8 stand at 8k
     assert ["plain", "this store", "decode", 8, 2048, None, None, None, "cpu", "yes"] in found.rows
     assert ["Looped Hybrid (GDN+DSA)", "paper", "decode", 8, 8192, 125.0] in [row[:6] for row in found.rows]
+
+
+def test_throughput_has_bars_between_quartiles(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    rows = [row | {"q1": row["value"] - 5.0, "q3": row["value"] + 10.0} for row in cells({(1, 1024): 50.0})]
+    add(store, "measured", uniform("gdn"), at=1.0, validation=rows)
+    found = figure(Source(str(tmp_path)), "throughput")
+    bars, medians = (each for each in series(found, "measured") if each["xAxisIndex"] == 1)
+    assert bars["data"][:2] == [[10.0, 45.0], [10.0, 60.0]]
+    assert medians["data"][0]["detail"] == "quartiles 45 to 60"
+    assert any("quartile" in note for note in found.notes)
+    assert not any("quartile" in note for note in figure(Source(str(tmp_path / "none")), "throughput").notes)
 
 
 @pytest.mark.parametrize("kind", shipped_types())

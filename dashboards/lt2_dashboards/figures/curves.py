@@ -190,7 +190,7 @@ def _smoothed(values: np.ndarray, half_life: int) -> list[float]:
 def _option(series: list[dict[str, Any]], metric: str, x: str, log: bool, top: float | None) -> dict[str, Any]:
     end = {} if top is None else {"max": top, "axisLabel": {"showMaxLabel": False}}
     return {
-        "xAxis": {"type": "value", "name": NAMES[x], "max": "dataMax"},
+        "xAxis": {"type": "value", "name": NAMES[x], "max": "dataMax", **({"minInterval": 1} if x == "step" else {})},
         "yAxis": {"type": "log" if log else "value", "scale": metric != "lr", **end},
         "series": series,
         "tooltip": {"trigger": "axis"},

@@ -7,7 +7,7 @@ from typing import Any
 
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import CAPS, DECODE
-from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels, points
+from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels, points, whiskers
 from lt2_dashboards.figures.store import AT_OWN_DEPTH, rows_of
 from lt2_dashboards.queries import Source
 
@@ -83,6 +83,8 @@ def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
         "against the Looped Transformer), about 5 times for Full+GDN; the Looped Transformer ends near 16k at batch 4 "
         "and near 8k at batch 8. The curves themselves are printed without numbers."
     ]
+    if any(cell.low and cell.high for cell in cells):
+        notes.append("Points are medians; bars reach from the lower to the upper quartile of the repeats.")
     if len({cell.device for cell in cells}) > 1:
         notes.append("These runs were measured on different devices; see the table.")
     return Figure(
@@ -128,6 +130,9 @@ def _panel(phase: str, batch: int, names: list[str], cells: list[Cell]) -> Panel
         out = [cell.context for cell in mine if cell.rate is None]
         last = fits[-1] if fits and out and max(out) > fits[-1].context else None
         data = [_point(cell, is_last=cell is last) for cell in fits]
+        spans = [(cell.context, cell.low, cell.high) for cell in fits if cell.low and cell.high]
+        ends = [([at_length(n), rounded(low)], [at_length(n), rounded(high)]) for n, low, high in spans]
+        panel.series += whiskers(run, ends, position)
         if data:
             panel.series.append(line(run, data, position, showSymbol=True, symbolSize=6))
     for model, _, context, rate in paper:
@@ -141,7 +146,8 @@ def _point(cell: Cell, *, is_last: bool) -> dict[str, Any]:
     """A measured point; the last one before memory ran out is an open square."""
     mark = {"symbol": "emptyRect", "symbolSize": 12, "detail": "longer ones ran out of memory"}
     value = [at_length(cell.context), rounded(cell.rate)]
-    return {
+    told = {"detail": f"quartiles {cell.low:.4g} to {cell.high:.4g}"} if cell.low and cell.high else {}
+    return told | {
         "name": f"{cell.run}, {cell.context:,} tokens",
         "value": value,
         **(mark if is_last else {"symbol": "circle"}),

@@ -30,10 +30,14 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
     chosen = _chosen(source, runs)
     loss = Panel(
         "training loss (nats per token)",
-        {"type": "value", "name": "step", "max": "dataMax"},
+        {"type": "value", "name": "step", "max": "dataMax", "minInterval": 1},
         {"type": "value", "scale": True},
     )
-    norm = Panel("gradient norm before clipping", {"type": "value", "name": "step", "max": "dataMax"}, {"type": "log"})
+    norm = Panel(
+        "gradient norm before clipping",
+        {"type": "value", "name": "step", "max": "dataMax", "minInterval": 1},
+        {"type": "log"},
+    )
     rows: list[list[Any]] = []
     for position, (run, kind) in enumerate(chosen):
         table = source.curves(run).table
@@ -140,7 +144,7 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
     drawn = [
         Panel(
             title,
-            {"type": "value", "name": "layer, counted through the loops", "min": 1},
+            {"type": "value", "name": "layer, counted through the loops", "min": 1, "minInterval": 1},
             {"type": kind, "scale": True},
         )
         for title, kind in READINGS.values()

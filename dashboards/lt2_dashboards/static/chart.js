@@ -172,7 +172,7 @@ export function aligned(values, digits = 6) {
   const decimals = Math.max(0, Math.min(5, 4 - Math.floor(Math.log10(largest))));
   if (Math.min(...known) < 10 ** (1 - decimals)) return (value) => number(value); // accuracies beside tokens/s: one digit would be left of them
   const needed = Math.max(...known.map((value) => (String(Number(value.toFixed(decimals))).split(".")[1] ?? "").length));
-  return (value) => (typeof value === "number" ? value.toFixed(needed) : number(value));
+  return (value) => (typeof value !== "number" ? number(value) : needed ? value.toFixed(needed) : Math.round(value).toLocaleString("en"));
 }
 
 const SETTING = /^\w+(\.\w+)+$/; // a column that is a setting: train.lr
