@@ -77,7 +77,7 @@ export function figure(name, options = {}) {
     element.classList.toggle("nothing", Boolean(body.option.empty));
     badge.hidden = !body.produce || Boolean(body.option.empty);
     fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, note, body.links[note] ? [" ", h("a", { href: address(body.links[note]) }, "Show it")] : null)));
-    element.style.setProperty("--rows", String(options.small ? 1 : rowsOf(body.option)));
+    element.style.setProperty("--rows", String(options.small ? 1 : rowsOf(body.option, canvas.clientWidth || undefined)));
     if (!table.hidden && body.rows) fillTable();
     if (canvas.hidden) return;
     if (body.option.empty) return clear(body.option.empty, body.produce);
@@ -102,7 +102,7 @@ export function figure(name, options = {}) {
       chart = echarts.init(canvas, null, { renderer: "canvas" });
       if (options.group) { chart.group = options.group; echarts.connect(options.group); }
     }
-    chart.setOption(themed(body.option, theme(), { small: options.small, legend: options.legend ?? !options.small, width: canvas.clientWidth }), { notMerge: true });
+    chart.setOption(themed(body.option, theme(), { small: options.small, legend: options.legend ?? !options.small, width: canvas.clientWidth || undefined }), { notMerge: true });
     element.dataset.ready = String(performance.now());
   }
 

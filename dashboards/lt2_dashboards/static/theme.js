@@ -46,22 +46,25 @@ export function bytes(value) {
 // On an axis 0.0003 stands below 0.0012, not 3e-4.
 const tick = (value) => (Math.abs(value) < 1e-3 && Math.abs(value) >= 1e-5 ? trim(value) : compact(value));
 
-export const rowsOf = ({ panels }) => (panels ? Math.ceil(panels.titles.length / panels.columns) : 1);
+// Panels stand beside each other where the chart, `width` pixels wide, has room for that.
+const columnsOf = ({ columns }, width) => (width < 520 ? 1 : columns);
+export const rowsOf = ({ panels }, width = 720) => (panels ? Math.ceil(panels.titles.length / columnsOf(panels, width)) : 1);
 
 // Where the panels of an option go, in percent; a small chart shows the first only.
-function placed(option, theme, small) {
+function placed(option, theme, small, pixels) {
   const { panels, ...rest } = option;
   if (small) {
     const first = (list) => list.filter((item) => (item.gridIndex ?? item.xAxisIndex) === 0);
     return { ...rest, xAxis: first(rest.xAxis), yAxis: first(rest.yAxis), series: first(rest.series) };
   }
-  const columns = panels.columns, rows = rowsOf(option);
+  const columns = columnsOf(panels, pixels), rows = rowsOf(option, pixels);
+  const edge = 1 + 1200 / pixels; // half of an axis's last label is beside it
   const percent = 100 / Math.max(560, 200 * rows); // of a pixel: charts are at least about so high
   const top = 40 * percent, height = (100 - top) / rows, width = 100 / columns;
   const at = panels.titles.map((text, index) => ({ text, row: Math.floor(index / columns), column: index % columns }));
   return {
     ...rest,
-    grid: at.map(({ row, column }) => ({ left: `${column * width + 1}%`, width: `${width - 2.2}%`, top: `${top + row * height + 26 * percent}%`,
+    grid: at.map(({ row, column }) => ({ left: `${column * width + 1}%`, width: `${width - edge}%`, top: `${top + row * height + 26 * percent}%`,
       height: `${height - (row === rows - 1 ? 62 : 44) * percent}%`, containLabel: true })),
     title: at.map(({ text, row, column }) => ({ text, left: `${column * width + 1}%`, top: `${top + row * height}%`, padding: 0,
       textStyle: { color: theme.text, fontSize: 12, fontWeight: 600, fontFamily: "Inter, system-ui, sans-serif" } })),
@@ -73,7 +76,7 @@ function placed(option, theme, small) {
 // `width` is the chart's, in pixels: long labels take no more than two fifths of it.
 export function themed(option, theme, { small = false, legend = !small, width = 720 } = {}) {
   const { empty: _, ...given } = structuredClone(option);
-  const rest = given.panels ? placed(given, theme, small) : given;
+  const rest = given.panels ? placed(given, theme, small, width) : given;
   const size = small ? 11 : 12;
   const axis = ({ binary: lengths, bytes: inBytes, ...given }, vertical) => ({
     nameLocation: "middle",

@@ -96,6 +96,11 @@ def test_the_names_of_axes_are_inside_the_chart(browser, tmp_path):
             }""")
             assert len(found) == axes, name
             assert all(min(left, right) >= 0 for _, left, right in found), (name, found)
+        for width, places in ((1400, 2), (400, 1)):  # on a phone panels stand below each other
+            page.set_viewport_size({"width": width, "height": 800})
+            page.goto(f"{address}/figures/throughput")
+            drawn(page)
+            assert len({grid["left"] for grid in option(page)["grid"]}) == places
 
 
 def test_a_figure_that_cannot_be_drawn_says_so_where_one_looks(page, site):
