@@ -149,6 +149,17 @@ def test_the_wait_for_checkpoints_is_titled_in_words(tmp_path):
     assert curves(Source(str(tmp_path)), runs=["saved"], metric="save_stall").title == "Waiting for checkpoints (s)"
 
 
+def test_only_losses_in_nats_are_said_to_be(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for name in ("align", "next_token"):
+        with store.create_run(name, {"config": {"train": {"objective": {"type": name}}}}) as writer:
+            writer.log(1, {"loss": 0.5, "validation_loss": 0.5})
+    source = Source(str(tmp_path))
+    assert curves(source, runs=["next_token"]).title == "Training loss (nats per token)"
+    assert curves(source, runs=["next_token", "align"]).title == "Training loss"
+    assert curves(source, runs=["next_token"], metric="validation_loss").title == "Validation loss (nats per token)"
+
+
 def test_long_curves_show_the_range_and_cut_off_the_start(tmp_path):
     store = ResultsStore(Source(str(tmp_path)).storage)
     with store.create_run("long", {"config": {}}) as writer:

@@ -16,7 +16,7 @@ from lt2_dashboards.figures.seed_means import ON_ANY, by_seed, mean_lines
 from lt2_dashboards.figures.store import known_runs
 from lt2_dashboards.queries import Source
 from lt2_platform.results.curves import refit
-from lt2_platform.results.store import RunInfo
+from lt2_platform.results.store import RunInfo, flatten
 
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
@@ -26,6 +26,8 @@ Line = tuple[pa.Table, np.ndarray]  # a curve as it is drawn, and where its poin
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
 TITLES = {
     "loss": "Training loss (nats per token)",
+    "validation_loss": "Validation loss (nats per token)",
+    "kl": "KL to the teacher (nats per token)",
     "grad_norm": "Gradient norm",
     "lr": "Learning rate",
     "tokens_per_s": "Throughput (tokens/s)",
@@ -96,8 +98,15 @@ def curves(
     top = None if full or log or "loss" not in metric else _top(series)
     if top is not None:
         notes.append(START_CUT)
-    title = TITLES.get(metric) or re.sub(
-        r"^rho_norm_(\d+)$", lambda loop: f"Norm of rho, loop {int(loop[1]) + 1}", metric
+    # Stage 1 of distillation aligns hidden states: a squared distance, in no unit.
+    aligned = metric == "loss" and any(
+        flatten(known[run].config).get("train.objective.type") == "align" for run in runs
+    )
+    title = (
+        "Training loss"
+        if aligned
+        else TITLES.get(metric)
+        or re.sub(r"^rho_norm_(\d+)$", lambda loop: f"Norm of rho, loop {int(loop[1]) + 1}", metric)
     )
     more = [NAMES[x].partition(" (")[0]] if x in ("tokens", "flops") else []
     columns = ["run", "step", "hours", *more, "min", "mean", "max"]
