@@ -2,7 +2,13 @@
 
 const seen = new Map(); // address -> { etag, body }
 
-export class ServerError extends Error {}
+// `away`: the server or its store cannot be reached just now, which says nothing about what was asked.
+export class ServerError extends Error {
+  constructor(message, { away = false } = {}) {
+    super(message);
+    this.away = away;
+  }
+}
 
 export async function get(address, signal) {
   const known = seen.get(address);
@@ -11,13 +17,13 @@ export async function get(address, signal) {
     response = await fetch(address, { signal, cache: "no-store", headers: known ? { "If-None-Match": known.etag } : {} });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server does not answer. Is `lt2 dashboard` still running?");
+    throw new ServerError("The server does not answer. Is `lt2 dashboard` still running?", { away: true });
   }
   if (response.status === 304) return { body: known.body, changed: false };
   if (response.status === 401) throw new ServerError("This session has ended. Open the address that `lt2 dashboard` printed.");
   if (!response.ok) {
     const refusal = await response.json().catch(() => ({}));
-    throw new ServerError(refusal.error ?? `The server answered ${response.status}.`);
+    throw new ServerError(refusal.error ?? `The server answered ${response.status}.`, { away: response.status === 503 });
   }
   let body;
   try {
@@ -70,6 +76,6 @@ export function query(parameters) {
   return text ? `?${text}` : "";
 }
 
-function connection(text) {
+export function connection(text) {
   document.getElementById("connection").textContent = text;
 }

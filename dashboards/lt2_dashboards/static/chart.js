@@ -1,6 +1,6 @@
 // A figure of the server on the page: chart, notes, the same numbers as a table, exports.
 
-import { get, query } from "./api.js";
+import { connection, get, query } from "./api.js";
 import { fill, h, notice, setText } from "./dom.js";
 import { number, shortNames } from "./format.js";
 import { bytes, DARK, LIGHT, rowsOf, themed } from "./theme.js";
@@ -27,7 +27,7 @@ export function figure(name, options = {}) {
   const toggle = h("button", { type: "button", class: "link", "aria-pressed": "false", onclick: () => showTable(table.hidden) }, "Table");
   const element = h("figure", { class: options.small ? "figure small" : options.beside ? "figure large beside" : "figure", "aria-busy": "true" },
     h("figcaption", {}, title, badge, h("span", { class: "tools" }, options.beside ? null : toggle, csv, pictures, html)), canvas, table, notes);
-  let chart = null, body = null, parameters = null, controller = null, sorting = null;
+  let chart = null, body = null, bodyOf = null, away = false, parameters = null, controller = null, sorting = null;
 
   function showTable(on) {
     table.hidden = !on;
@@ -52,14 +52,21 @@ export function figure(name, options = {}) {
     try {
       const bare = options.small && table.hidden ? { rows: "0" } : {};
       const answer = await get(`/api/figures/${name}${query({ ...next, ...bare })}`, controller.signal);
+      if (away) connection("");
+      away = false;
       if (!answer.changed && body === answer.body) return;
       body = answer.body;
+      bodyOf = address();
       if (!table.hidden && !body.rows) return void load(parameters); // "Table" was pressed while this was on its way
       options.onBody?.(body);
       draw();
       element.removeAttribute("aria-busy");
     } catch (error) {
       if (error.name === "AbortError") return;
+      if (error.away && body && bodyOf === address()) { // what is drawn stays until the server is back
+        away = true;
+        return connection("reconnecting…");
+      }
       body = null;
       clear();
       fill(notes);
@@ -130,7 +137,7 @@ export function figure(name, options = {}) {
     element, load, paint: draw,
     reload: () => parameters && load(parameters),
     option: () => chart?.getOption(),
-    destroy() { observer.disconnect(); controller?.abort(); chart?.dispose(); mounted.delete(self); },
+    destroy() { observer.disconnect(); controller?.abort(); chart?.dispose(); mounted.delete(self); if (away) connection(""); },
   };
   element.figure = self; // for tests and the console
   mounted.add(self);

@@ -118,6 +118,14 @@ def test_a_page_recovers_when_the_storage_comes_back(page, site):
     drawn(page, 5)
     assert page.locator("figure").first.is_visible()
     assert page.get_by_text("cannot be read just now").count() == 0
+    page.goto(f"{site.address}/figures/curves?runs=full-1")
+    drawn(page)
+    page.route("**/api/figures/curves?*", lambda route: route.fulfill(status=503, json={"error": "away"}))
+    page.locator("#connection", has_text="reconnecting").wait_for()
+    assert page.locator("figure canvas").is_visible()  # what was drawn stays
+    assert page.locator("table.numbers tbody tr").count() == 50
+    page.unroute("**/api/figures/curves?*")
+    until(page, "document.getElementById('connection').textContent === ''")
 
 
 def test_missing_things_say_so(page, site):
