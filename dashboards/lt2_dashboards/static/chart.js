@@ -154,12 +154,12 @@ const produced = (command) => h("div", { class: "produce" }, "Nothing of this st
 
 // A column of nothing but gaps stands as the one before it does: there it is numbers that nobody has yet.
 function isNumeric(rows, index) {
-  const first = rows.find((row) => row[index] !== null && row[index] !== undefined);
+  const first = rows.find((row) => row[index] !== null && row[index] !== undefined && !/^(NaN|-?inf)$/.test(row[index]));
   return first ? typeof first[index] === "number" : index > 0 && isNumeric(rows, index - 1);
 }
 
 // Empty cells stay at the end whichever way a column is sorted.
-function sorted({ columns, rows }, by) {
+export function sorted({ columns, rows }, by) {
   if (!by) return { columns, rows };
   const sign = by.down ? -1 : 1;
   const order = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));

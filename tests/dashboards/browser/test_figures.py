@@ -42,6 +42,10 @@ def test_evaluations_that_are_no_numbers_are_shown_as_that(browser, tmp_path):
         assert page.locator("tr.ours").inner_text().split()[:5] == ["diverged", "this", "store", "inf", "NaN"]
         assert page.locator("tr.ours td", has_text="50.00").inner_text() == "50.00 ± 6.25"
         assert "±" not in page.locator("table.scores thead").inner_text()
+        ordered = "import('/static/chart.js').then(({ sorted }) => sorted(%s, { column: 0, down: %s }).rows.flat())"
+        column = '{ columns: ["a"], rows: [[3], ["NaN"], [null], [-20], [100]] }'
+        assert page.evaluate(ordered % (column, "false")) == [-20, 3, 100, "NaN", None]
+        assert page.evaluate(ordered % (column, "true")) == ["NaN", 100, 3, -20, None]
         drawn(page)
 
 

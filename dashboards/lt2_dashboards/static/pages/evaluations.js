@@ -1,7 +1,7 @@
 // Downstream accuracy of this store's runs and of the paper's models, and the hybrid ablations.
 
 import { poll, query } from "../api.js";
-import { figure, theme } from "../chart.js";
+import { figure, sorted, theme } from "../chart.js";
 import { fill, h, notice } from "../dom.js";
 import { number } from "../format.js";
 import { colour } from "../theme.js";
@@ -39,7 +39,7 @@ export function evaluationsPage(main) {
     const index = columns.indexOf(sort.replace(/^-/, ""));
     const sign = sort.startsWith("-") ? -1 : 1;
     const place = new Map(rows.map((row, position) => [row[0] + row[1], position])); // colours follow the chart
-    const shown = index < 0 ? rows : [...rows].sort((a, b) => (a[index] === null) - (b[index] === null) || sign * (typeof a[index] === "number" ? a[index] - b[index] : String(a[index]).localeCompare(String(b[index]))));
+    const shown = sorted({ columns, rows }, index < 0 ? null : { column: index, down: sign < 0 }).rows;
     // The best of ours and the best of the paper's: perplexities of other data and tokenizers have another scale.
     const bestOf = (paper) => columns.map((name, column) => {
       const known = rows.filter((row) => (row[1] === "paper") === paper).map((row) => row[column]).filter((value) => typeof value === "number");
