@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate.ablations import plus_minus
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.engine.executor import run
@@ -153,6 +154,20 @@ def test_charts():
     assert len(list(dots.iter("{http://www.w3.org/2000/svg}circle"))) == 1
     with pytest.raises(ValueError, match="no finite point"):
         line_chart([Line("a", [(0, float("inf"))])], x="", y="")
+
+
+def test_a_single_logged_step_is_a_dot_at_a_whole_number():
+    tree = ElementTree.fromstring(line_chart([Line("short", [(6, 0.5), (7, float("nan"))])], x="step", y="loss"))
+    of = lambda tag: list(tree.iter(f"{{http://www.w3.org/2000/svg}}{tag}"))  # noqa: E731
+    assert (len(of("circle")), len(of("polyline"))) == (1, 0)
+    ticks = [text.text for text in of("text") if text.get("text-anchor") == "middle"]
+    assert ticks == ["6"]
+    assert Axis.of([1, 3], whole=True).ticks == (1.0, 2.0, 3.0)
+
+
+def test_tokens_per_second_have_no_ten_thousandths():
+    assert plus_minus(10688.4457, 5680.9746, digits=4) == "10688 ± 5681"
+    assert plus_minus(3.2298, 0.1102, digits=4) == "3.2298 ± 0.1102"
 
 
 def test_each_of_the_lines_in_a_chart_looks_like_no_other_and_like_its_legend():

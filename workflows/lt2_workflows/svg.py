@@ -37,9 +37,15 @@ def line_chart(lines: Sequence[Line], *, x: str, y: str) -> str:
     points = [point for line in kept for point in line.points]
     if not points:
         raise ValueError("no finite point to draw")
-    x_axis, y_axis = Axis.of([p[0] for p in points]), Axis.of([p[1] for p in points])
+    at = [p[0] for p in points]
+    x_axis, y_axis = Axis.of(at, whole=all(float(x).is_integer() for x in at)), Axis.of([p[1] for p in points])
     parts = [*_frame(y_axis, x, y), *_x_ticks(x_axis)]
     for index, line in enumerate(kept):
+        if len(line.points) == 1:  # a line through it would not be seen
+            ((a, b),) = line.points
+            place = f'cx="{_x(x_axis, a):.1f}" cy="{_y(y_axis, b):.1f}"'
+            parts.append(f'<circle {place} r="3" fill="{_color(index)}"/>')
+            continue
         path = " ".join(f"{_x(x_axis, a):.1f},{_y(y_axis, b):.1f}" for a, b in line.points)
         parts.append(f'<polyline points="{path}" fill="none" {_stroke(index)} stroke-width="1.6"/>')
     return _svg([*parts, *_legend([line.name for line in kept], lines=True)], HEIGHT + _legend_height(len(kept)), y)
@@ -92,12 +98,14 @@ class Axis:
     ticks: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Axis:
+    def of(cls, values: Sequence[float], *, whole: bool = False) -> Axis:
+        """An axis that holds `values`; whole: of steps, of which there are no halves."""
         low, high = min(values), max(values)
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
         low, high = low - margin, high + margin
         size = 10.0 ** math.floor(math.log10((high - low) / 4))
         step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= 6)
+        step = max(step, 1.0) if whole else step
         first = math.ceil(low / step)
         return cls(low, high, tuple(step * n for n in range(first, math.floor(high / step) + 1)))
 

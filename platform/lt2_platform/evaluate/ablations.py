@@ -171,9 +171,10 @@ def p_text(p_value: float | None) -> str:
 
 
 def plus_minus(mean: float | None, spread: float | None, digits: int = 2) -> str:
-    """'9.31 ± 0.04', '9.31', or '' for None."""
+    """'9.31 ± 0.04', '9.31', or '' for None; from a thousand on (tokens/s) without decimals."""
     if mean is None:
         return ""
+    digits = digits if abs(mean) < 1000 else 0
     return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
 
 
