@@ -149,6 +149,13 @@ def test_the_wait_for_checkpoints_is_titled_in_words(tmp_path):
     assert curves(Source(str(tmp_path)), runs=["saved"], metric="save_stall").title == "Waiting for checkpoints (s)"
 
 
+def test_runs_that_were_deleted_do_not_take_the_others_away(source):
+    figure = curves(source, runs=["gone", "full-1"])
+    assert list(lines(figure)) == ["full-1"]
+    assert figure.option["series"][0]["colorIndex"] == 1  # as in the table of runs
+    assert figure.notes == ["There is no run 'gone': it may have been deleted."]
+
+
 def test_only_losses_in_nats_are_said_to_be(tmp_path):
     store = ResultsStore(Storage(str(tmp_path)))
     for name in ("align", "next_token"):

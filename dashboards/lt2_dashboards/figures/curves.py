@@ -65,9 +65,12 @@ def curves(
     can be seen. With `seeds`, runs that differ in their seeds only are one line: their mean, and a band of one standard
     deviation. `points` is how many each line may have (a small chart needs fewer); the table has all that are stored.
     """
-    known = known_runs(source.snapshot(), runs)
-    series, found, lines, notes, empty, unplaced = [], {}, {}, [], [], {}
-    for run in runs:
+    snapshot = source.snapshot()
+    known = snapshot.runs(runs) or known_runs(snapshot, runs)
+    series, found, lines, empty, unplaced = [], {}, {}, [], {}
+    # A link that was kept still shows the other runs.
+    notes = [f"There is no run {run[:60]!r}: it may have been deleted." for run in runs if run not in known]
+    for run in known:
         loaded = source.curves(known[run])
         notes += [f"{problem}" for problem in loaded.skipped]
         curve = loaded.table.filter(pc.field("metric") == metric)
@@ -92,7 +95,7 @@ def curves(
         )
     if any(len(members) > 1 for _, members in together):
         notes.append(SEED_MEANS)
-    if empty and len(empty) < len(runs):
+    if empty and len(empty) < len(known):
         notes.append(f"Not logged by {', '.join(empty[:5])}{' and others' if len(empty) > 5 else ''}.")
     notes += [f"{run} is not on this axis: {why}." for run, why in list(unplaced.items())[:5]]
     top = None if full or log or "loss" not in metric else _top(series)
@@ -100,7 +103,7 @@ def curves(
         notes.append(START_CUT)
     # Stage 1 of distillation aligns hidden states: a squared distance, in no unit.
     aligned = metric == "loss" and any(
-        flatten(known[run].config).get("train.objective.type") == "align" for run in runs
+        flatten(run.config).get("train.objective.type") == "align" for run in known.values()
     )
     title = (
         "Training loss"
@@ -120,7 +123,7 @@ def _groups(
     runs: list[str], known: Mapping[str, RunInfo], lines: Mapping[str, Line], *, seeds: bool
 ) -> list[tuple[int, list[str]]]:
     """(number of a colour, runs that are one line): it does not hang on which of them have logged a metric."""
-    found = by_seed({run: known[run].config for run in runs}) if seeds else [[run] for run in runs]
+    found = by_seed({run: info.config for run, info in known.items()}) if seeds else [[run] for run in known]
     drawn = [(runs.index(members[0]), [run for run in members if run in lines]) for members in found]
     return [(position, members) for position, members in drawn if members]
 
