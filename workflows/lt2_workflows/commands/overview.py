@@ -9,7 +9,17 @@ from typer.core import TyperGroup
 
 SECTIONS = {
     "Workflows": (
-        "recipes", "plan", "run", "sweep", "step", "status", "results", "note", "report", "dashboard", "doctor",
+        "recipes",
+        "plan",
+        "run",
+        "sweep",
+        "step",
+        "status",
+        "results",
+        "note",
+        "report",
+        "dashboard",
+        "doctor",
     ),  # fmt: skip
     "Models": ("generate", "checkpoints", "export", "diagnose", "check-mixer", "bench"),
     "Evaluation": ("eval", "pack", "compare", "paper-table"),
