@@ -42,11 +42,13 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 
 class CrossEntropy(NamedTuple):
-    """Sums over the counted tokens: `loss` is differentiable and holds the z-loss, `ce` is the plain cross entropy."""
+    """Sums over the counted tokens: `loss` is differentiable and holds the z-loss and any weights, `ce` is the plain
+    cross entropy, `ce_tokens` the same of each token, (N,)."""
 
     loss: Tensor
     n_tokens: Tensor
     ce: Tensor
+    ce_tokens: Tensor
 
 
 def chunked_cross_entropy(
@@ -56,12 +58,14 @@ def chunked_cross_entropy(
     *,
     ignore_index: int = IGNORE,
     z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> CrossEntropy:
     """Cross entropy of softmax(hidden @ weight.T) without ever holding the (N, V) logits.
 
     hidden (N, D), weight (V, D), targets (N,) int64; rows whose target is `ignore_index` count for nothing.
-    z_loss adds z_loss·logsumexp² per token (PaLM §5). Logits are reduced in fp32 (fp64 for fp64 inputs); matmuls run in
+    z_loss adds z_loss·logsumexp² per token (PaLM §5). token_weights (N,), in at least fp32, multiply each token's loss
+    and get gradients too. Logits are reduced in fp32 (fp64 for fp64 inputs); matmuls run in
     autocast's dtype when autocast is on, else in hidden's. Gradients are computed during the forward pass, chunk by
     chunk, so one (chunk, V) block is alive at a time and no logits are recomputed; backward can run only once.
     """
@@ -71,8 +75,10 @@ def chunked_cross_entropy(
             "match; expected (N, D), (V, D) and (N,)"
         )
     rows = chunk_rows or rows_per_chunk(hidden.device.type, weight.shape[0])
-    loss, ce = _ChunkedCrossEntropy.apply(hidden, weight, targets, ignore_index, z_loss, rows, torch.is_grad_enabled())
-    return CrossEntropy(loss, (targets != ignore_index).sum(), ce)
+    loss, ce = _ChunkedCrossEntropy.apply(
+        hidden, weight, targets, token_weights, ignore_index, z_loss, rows, torch.is_grad_enabled()
+    )
+    return CrossEntropy(loss, (targets != ignore_index).sum(), ce.sum(), ce)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -82,6 +88,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        token_weights: Tensor | None,
         ignore_index: int,
         z_loss: float,
         rows: int,
@@ -95,7 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        ce = torch.zeros((), dtype=wide, device=hidden.device)
+        ce, losses = (torch.empty(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
 
         with torch.autocast(device, enabled=False):
             w_VD = weight.to(compute)
@@ -105,8 +112,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     h_CD @ w_VD.T, targets[start : start + rows],
                     ignore_index=ignore_index, z_loss=z_loss, gradient=need_hidden or need_weight,
                 )  # fmt: skip
+                ce[start : start + rows], losses[start : start + rows] = ce_C, loss_C
+                if token_weights is not None:
+                    share_C = token_weights[start : start + rows]
+                    loss_C = loss_C * share_C
+                    grad_CV = None if grad_CV is None else grad_CV.mul_(share_C[:, None])
                 total += loss_C.sum()
-                ce += ce_C.sum()
                 if grad_CV is None:
                     continue
                 if grad_hidden is not None:
@@ -116,7 +127,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 elif grad_weight is not None:
                     grad_weight += grad_CV.T @ h_CD
                 del grad_CV  # the next chunk's logits must not be allocated while this one's memory is referenced
-        ctx.grads = (grad_hidden, grad_weight)
+        ctx.grads = (grad_hidden, grad_weight, losses if grad_enabled and ctx.needs_input_grad[3] else None)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(ce)
         return total, ce
@@ -125,12 +136,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("chunked_cross_entropy: backward ran twice; its gradients are scaled in place")
-        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None
+        (grad_hidden, grad_weight, grad_shares), ctx.grads = ctx.grads, None
         if grad_hidden is not None:
             grad_hidden.mul_(grad_outputs[0])
+        if grad_shares is not None:
+            grad_shares.mul_(grad_outputs[0])
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_outputs[0]).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, grad_shares, None, None, None, None
 
 
 def next_token_targets(batch: Batch, *, document_mask: bool) -> Tensor:

@@ -43,6 +43,23 @@ def test_equals_torch_in_fp64_with_gradients(chunk_rows, z_loss):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_token_weights_multiply_each_loss_and_learn_from_it():
+    hidden, weight, targets = inputs()
+    shares = torch.rand(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    result = chunked_cross_entropy(hidden, weight, targets, z_loss=0.1, token_weights=shares, chunk_rows=7)
+    logits = hidden @ weight.T
+    each = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    loss = (shares * (each + 0.1 * logits.logsumexp(1).square() * (targets != IGNORE))).sum()
+    torch.testing.assert_close(result.loss, loss, rtol=1e-13, atol=1e-12)
+    torch.testing.assert_close(result.ce_tokens, each.detach(), rtol=1e-13, atol=1e-12)
+    torch.testing.assert_close(result.ce, each.detach().sum(), rtol=1e-13, atol=1e-12)
+    learned = [hidden, weight, shares]
+    for ours, theirs in zip(
+        torch.autograd.grad(0.37 * result.loss, learned), torch.autograd.grad(0.37 * loss, learned)
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_every_target_ignored_gives_zero_loss_and_zero_gradients():
     hidden, weight, targets = inputs()
     result = chunked_cross_entropy(hidden, weight, torch.full_like(targets, IGNORE), z_loss=0.1)
