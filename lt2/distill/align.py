@@ -44,10 +44,10 @@ class Forced:
         if spec.weights == self.attention.weights:
             self.losses.append(None)
             return target, None
-        found = block.mixer_post_norm(block.mixers[spec.weights](x.detach(), spec, seq, None)[0])
-        loss = update_loss(target, found, self.loss)
+        y, aux = block.mixers[spec.weights](x.detach(), spec, seq, None)
+        loss = update_loss(target, block.mixer_post_norm(y), self.loss)
         self.losses.append(loss.detach())
-        return target, loss
+        return target, loss if aux is None else loss + aux.mean()
 
 
 def update_loss(target: Tensor, found: Tensor, kind: str) -> Tensor:
@@ -60,9 +60,10 @@ def update_loss(target: Tensor, found: Tensor, kind: str) -> Tensor:
 
 
 def align_objective(*, loss: str = "mse", document_mask: bool = False) -> Objective:
-    """Mean of `update_loss` over the (loop, layer) with a new mixer, times the number of positions.
+    """Mean of `update_loss` over the (loop, layer) with a new mixer, times the number of positions; a mixer's auxiliary
+    loss is added to its own.
 
-    Metrics: `align_loop_<t>` and `align_layer_<n>`, means over the other of the two.
+    Metrics: `align_loop_<t>` and `align_layer_<n>`, means of `update_loss` over the other of the two.
 
     Raises:
         ConfigError: a model without a kept layout that holds both, or whose every layer keeps its attention.

@@ -13,7 +13,7 @@ from torch import Tensor
 from lt2.config import ConfigError
 from lt2.distill.kl import Teacher, TopK, chunked_topk_kl, top_k
 from lt2.layout import loops_text
-from lt2.train.loss import IGNORE, Objective, next_token_targets
+from lt2.train.loss import IGNORE, Objective, next_token_targets, per_token
 
 if TYPE_CHECKING:
     from lt2.model import LoopedLM
@@ -37,10 +37,11 @@ def loop_weights(config: DistillConfig, n_loops: int, step: int, steps: int) -> 
 
 
 def distill_objective(config: DistillConfig, train: TrainConfig, teacher: LoopedLM | None) -> Objective:
-    """The loop-weighted KL of the learned positions (those `next_token_targets` does not ignore).
+    """The loop-weighted KL of the learned positions (those `next_token_targets` does not ignore), plus the mixers'
+    auxiliary losses.
 
-    Loops of weight 0 are left out of the computation. Metrics: `kl`, of the final loop, and `kl_loop_<t>` of each loop
-    that counts. Without a teacher the batch must bring its top-k.
+    Loops of weight 0 are left out of the computation. Metrics: `kl`, of the final loop, `kl_loop_<t>` of each loop
+    that counts, and each auxiliary loss. Without a teacher the batch must bring its top-k.
 
     Raises:
         ConfigError: teacher and student of different loops, k above the vocabulary, or a top-k with fewer tokens or
@@ -61,7 +62,8 @@ def distill_objective(config: DistillConfig, train: TrainConfig, teacher: Looped
             assert teacher is not None
             given = asked_top_k(teacher, batch, config.k, used, n_loops, doc_ids)
         output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step, per_loop=True)
-        counted = (next_token_targets(batch, document_mask=train.document_mask) != IGNORE).flatten()
+        targets = next_token_targets(batch, document_mask=train.document_mask)
+        counted = (targets != IGNORE).flatten()
         found = chunked_topk_kl(
             [output.loops[loop].flatten(0, 1) for loop in used],
             model.head_weight,
@@ -70,8 +72,11 @@ def distill_objective(config: DistillConfig, train: TrainConfig, teacher: Looped
             counted=counted,
             temperature=config.temperature,
         )
-        metrics = {f"kl_loop_{loop}": value for loop, value in zip(used, found.kl)} if len(used) > 1 else {}
-        return found.loss, counted.sum(), {"kl": found.kl[-1], **metrics}
+        aux = per_token(output.aux, targets)
+        metrics = {name: value.detach() for name, value in aux.items()}
+        if len(used) > 1:
+            metrics |= {f"kl_loop_{loop}": value for loop, value in zip(used, found.kl)}
+        return found.loss + sum(aux.values()), counted.sum(), {"kl": found.kl[-1], **metrics}
 
     return objective
 

@@ -13,7 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from lt2.config import ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.config import ActHalting, ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.mixer_configs import DSAConfig
 from lt2.model import Block, LoopedLM, build
 from lt2.ops.dispatch import announce
 
@@ -29,10 +30,17 @@ def student_config(
     both: keep the teacher's attention in every layer as well, unused outside `kept`: the model of stage 1.
 
     Raises:
-        ConfigError: a teacher that mixes mixers, a mixer that would run on the attention's own weights, or kept
-            layers that do not exist.
+        ConfigError: a teacher that mixes mixers or halts by ACT, a mixer that would run on the attention's own weights,
+            or kept layers that do not exist.
     """
+    if isinstance(teacher.halting, ActHalting):
+        raise ConfigError(
+            "the teacher has halting type 'act', with which a token has no state after the loop it halts in; distil "
+            "from one without halting, or with an exit gate"
+        )
     attention = attention_of(teacher)
+    if isinstance(attention, DSAConfig):  # its indexer is trained: dense for its first steps it was another function
+        attention = attention.model_copy(update={"warmup_steps": 0})
     if attention.weights == mixer.weights:
         raise ConfigError(
             f"mixer {mixer.type!r} runs on the same weights as the teacher's {attention.type!r}; choose one with "

@@ -132,4 +132,8 @@ def test_loops_of_a_model_that_halts_are_not_planned_with_recomputation(tmp_path
     options = ["--storage", str(tmp_path), "--card", "h100", "--count", "1"]
     done = CliRunner().invoke(app, ["plan", recipe, *options, *(part for each in settings for part in ("--set", each))])
     assert isinstance(done.exception, ConfigError), done.output
-    assert "'loop': a loop of a model that halts cannot be recomputed; use 'block'" in str(done.exception)
+    if (recipe, halting) == ("distill_small", "act"):
+        reason = "the teacher has halting type 'act'"
+    else:
+        reason = "'loop': a loop of a model that halts cannot be recomputed; use 'block'"
+    assert reason in str(done.exception)

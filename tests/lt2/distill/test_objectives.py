@@ -107,6 +107,19 @@ def test_no_gradient_passes_between_layers_or_loops_in_alignment():
         assert reached == (place % 3 == 0)  # layer 0 only, in each loop
 
 
+@pytest.mark.parametrize("config", [AlignConfig(), DistillConfig(k=5)], ids=lambda config: config.type)
+def test_a_new_mixers_auxiliary_loss_is_learned_in_every_stage(config):
+    net, sparse = teacher(), {"type": "dsa", "top_k": 3, "index_dim": 8, "index_rope_dim": 4, "warmup_steps": 0}
+    student = convert(net, MixerConfig.read(sparse), both=config.type == "align").double().train()
+    freeze(student, config)
+    loss, n_tokens, metrics = config.build(train(config), net)(student, batch(step=5))
+    loss.backward()
+    assert {name for name, _ in student.named_parameters() if ".indexer." in name} <= trained(student)
+    if config.type == "distill":
+        parts = [metrics[f"kl_loop_{loop}"] * w for loop, w in enumerate(loop_weights(config, 3, 5, STEPS))]
+        torch.testing.assert_close(loss, sum(parts) + metrics["dsa"], rtol=1e-10, atol=0)
+
+
 def test_kept_layers_are_not_aligned_and_the_rest_weighs_alike():
     net, student = pair((1,), both=True)
     loss, n_tokens, metrics = align_objective()(student, batch())

@@ -26,6 +26,14 @@ def test_with_every_layer_kept_the_student_is_the_teacher():
     assert torch.equal(student.logits(ours.hidden), net.logits(theirs.hidden))
 
 
+def test_a_sparse_teachers_attention_is_not_dense_again_in_its_students_first_steps():
+    sparse = {"type": "dsa", "top_k": 3, "index_dim": 8, "index_rope_dim": 4}
+    net = tiny.model({"type": "uniform", "mixer": sparse}).float().eval()
+    ids = tiny.tokens(2, 9)
+    student = convert(net, GDN, range(len(net.blocks))).train()
+    assert torch.equal(student(ids, step=0).hidden, net(ids).hidden)
+
+
 @pytest.mark.parametrize("kind", ["gdn", "kda", "deltanet", "la"])
 def test_new_mixers_begin_as_the_attentions_projections(kind):
     net = teacher()
@@ -98,6 +106,8 @@ def test_mistakes_are_named():
         student_config(config, MixerConfig.read({"type": "window"}))
     with pytest.raises(ConfigError, match="the teacher has layout 'hybrid'"):
         student_config(tiny.model().config, GDN)
+    with pytest.raises(ConfigError, match="halting type 'act'"):
+        student_config(teacher(halting={"type": "act"}).config, GDN)
     with pytest.raises(ConfigError, match="blocks.0.ffn"):
         start_from(convert(teacher(), GDN), teacher(ffn_hidden=32))
     with pytest.raises(ConfigError, match="it has 2 layers, not 3"):
