@@ -71,7 +71,7 @@ def config_from_ouro(ouro: dict[str, Any]) -> ModelConfig:
         "num_kv_heads": ouro.get("num_key_value_heads", heads),
         "head_dim": ouro.get("head_dim") or ouro["hidden_size"] // heads,
     }
-    rope_theta = (ouro.get("rope_parameters") or ouro).get("rope_theta", 1e6)
+    places = {"rope_theta": 1e6, **ouro, **(ouro.get("rope_parameters") or {})}  # newer configs keep it in the latter
     return ModelConfig.model_validate(
         {
             "vocab_size": ouro["vocab_size"],
@@ -81,7 +81,7 @@ def config_from_ouro(ouro: dict[str, Any]) -> ModelConfig:
             "num_heads": heads,
             "layout": {"type": "uniform", "mixer": attention},
             "ffn_hidden": ouro["intermediate_size"],
-            "rope_theta": rope_theta,
+            "rope_theta": places["rope_theta"],
             "norm_eps": ouro.get("rms_norm_eps", 1e-6),
             "tie_embeddings": ouro.get("tie_word_embeddings", False),
             "loop_residual": False,
@@ -178,6 +178,8 @@ def export_ouro(
     described = {**(config or {}), **config_to_ouro(model.config)}
     if config is not None:
         described.update({key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config})
+        if rope := config.get("rope_parameters"):
+            described["rope_parameters"] = {**rope, "rope_theta": model.config.rope_theta}
     weights = {ouro_key(name): parameter.detach().cpu() for name, parameter in model.named_parameters()}
     described["torch_dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from lt2.analysis import accounting
 from lt2.config import ConfigError
 from lt2.interop.ouro import config_from_ouro, export_ouro, import_ouro
+from lt2.model import build
 from tests.lt2.tiny import model, tokens
 
 D, N, H, F, V, T = 16, 2, 2, 24, 23, 4
@@ -182,6 +183,15 @@ def test_the_real_ouro_has_its_published_size():
 def test_newer_configs_keep_theta_in_rope_parameters():
     moved = {k: v for k, v in OURO.items() if k != "rope_theta"}
     assert config_from_ouro({**moved, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    beside = {**OURO, "rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}
+    assert config_from_ouro(beside).rope_theta == 5e5
+
+
+def test_a_changed_theta_is_exported_wherever_the_original_config_keeps_it(tmp_path):
+    original = {**OURO, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    longer = config_from_ouro(original).model_copy(update={"rope_theta": 5e6})
+    export_ouro(build(longer), tmp_path, config=original)
+    assert import_ouro(tmp_path).config.rope_theta == 5e6
 
 
 @pytest.mark.parametrize(
