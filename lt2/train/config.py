@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lt2.config import Config, ConfigError, ModelConfig
+from lt2.layout import schedules
+from lt2.mixer_configs import DSAConfig
 from lt2.train.objectives import AnyObjective, NextTokenConfig
 
 Recompute = Literal["none", "selective", "block", "loop"]
@@ -89,6 +91,17 @@ class TrainConfig(Config):
                 "activation_checkpoint 'selective' cannot see into compiled blocks; use 'block' or compile: false"
             )
         return self
+
+
+def check_model(model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ConfigError where `model` cannot be trained as `train` says, or would learn another function than it is."""
+    check_recompute(model, train.recompute)
+    for mixer in (mixer for schedule in schedules(model) for loop in schedule for mixer in loop):
+        if isinstance(mixer, DSAConfig) and mixer.warmup_steps >= train.steps:
+            raise ConfigError(
+                f"dsa: warmup_steps {mixer.warmup_steps} leaves none of {train.steps} training steps sparse, as the "
+                "model runs afterwards; lower it (0 where the indexer is trained already), or raise train.steps"
+            )
 
 
 def check_recompute(model: ModelConfig, recompute: str) -> None:

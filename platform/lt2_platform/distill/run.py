@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from lt2.config import AnyMixer, Config, ConfigError, KeptLayout, ModelConfig
 from lt2.mixer_configs import GatedDeltaNetConfig
-from lt2.train.config import TrainConfig, check_recompute
+from lt2.train.config import TrainConfig, check_model
 from lt2_platform.train.config import PretrainConfig, PretrainModel, Sources
 
 NEW_MIXER = GatedDeltaNetConfig(conv_size=0)
@@ -42,7 +42,7 @@ def stage_config(run: DistillRun, teacher: ModelConfig, student: ModelConfig | N
     """The training run of a stage that starts from `student`, or from the teacher itself where that is None.
 
     Raises:
-        ConfigError: an objective of another kind, or what `student_config` and `check_recompute` say.
+        ConfigError: an objective of another kind, or what `student_config` and `check_model` say.
     """
     from lt2.distill.student import student_config
 
@@ -51,7 +51,7 @@ def stage_config(run: DistillRun, teacher: ModelConfig, student: ModelConfig | N
     mixer = run.mixer or (layout.mixer if layout is not None else NEW_MIXER)
     kept = run.kept if run.kept is not None else (layout.kept if layout is not None else ())
     model = student_config(teacher, mixer, kept, both=kind == "align")
-    check_recompute(model, run.train.recompute)
+    check_model(model, run.train)
     return PretrainConfig(model=PretrainModel.model_validate(model.model_dump()), train=run.train)
 
 

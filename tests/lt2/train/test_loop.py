@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from lt2.config import ConfigError
 from lt2.train import parallel
+from lt2.train.config import check_model
 from lt2.train.loop import SAVE, Batch, NonFiniteLossError, TrainConfig, TrainState, train
 from lt2.train.loss import IGNORE, next_token_objective
 from lt2.train.optim import adamw, warmup_cosine
+from tests.lt2 import tiny
 from tests.lt2.looped_toy import toy
 from tests.ranks import run_ranks
 
@@ -223,3 +225,11 @@ def test_betas_that_adam_cannot_take_are_refused(betas):
 def test_warmup_longer_than_the_run_is_refused():
     with pytest.raises(ValidationError, match="warmup_steps 5 leaves no step of 5 .*; lower it"):
         TrainConfig(steps=5, global_batch_size=1, warmup_steps=5)
+
+
+def test_dsa_that_would_train_densely_throughout_is_refused():
+    sparse = {"type": "dsa", "top_k": 4, "index_dim": 8, "index_rope_dim": 4, "warmup_steps": 20}
+    config = tiny.model({"type": "hybrid", "attention": sparse, "mixer": {"type": "gdn"}, "ratio": "1:1"}).config
+    check_model(config, TrainConfig(steps=21, global_batch_size=1))
+    with pytest.raises(ConfigError, match="dsa: warmup_steps 20 leaves none of 20 training steps sparse"):
+        check_model(config, TrainConfig(steps=20, global_batch_size=1))

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from lt2.config import HybridLayout, ModelConfig
 from lt2.layout import realised_ratio
-from lt2.train.config import TrainConfig, check_recompute
+from lt2.train.config import TrainConfig, check_model
 from lt2_platform.train.config import (
     PretrainConfig,
     PretrainModel,
@@ -72,7 +72,7 @@ class PretrainStep(StepConfig):
 
     @model_validator(mode="after")
     def _check(self) -> PretrainStep:
-        check_recompute(self.model, self.train.recompute)
+        check_model(self.model, self.train)
         check_workers(self.train, self.resources.num_workers, self.resources.min_workers)
         return self
 
