@@ -96,6 +96,7 @@ class TrainConfig(Config):
 def check_model(model: ModelConfig, train: TrainConfig) -> None:
     """Raise ConfigError where `model` cannot be trained as `train` says, or would learn another function than it is."""
     check_recompute(model, train.recompute)
+    train.objective.check(model, train)
     for mixer in (mixer for schedule in schedules(model) for loop in schedule for mixer in loop):
         if isinstance(mixer, DSAConfig) and mixer.warmup_steps >= train.steps:
             raise ConfigError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from lt2.extension import Extension
+from lt2.extension import ConfigError, Extension
 
 if TYPE_CHECKING:
     from lt2.config import ModelConfig
@@ -30,9 +30,16 @@ class ObjectiveConfig(Extension):
         """
         return self.implementation()(self, train, *([teacher] if self.needs_teacher else []))
 
+    def check(self, model: ModelConfig, train: TrainConfig) -> None:
+        """Raise ConfigError, naming the fix, where this objective cannot train `model` as `train` says."""
+
     def lr_scale(self, name: str, model: ModelConfig) -> float:
         """What the learning rate of the parameter called `name` is multiplied by; 0 freezes it."""
         return 1.0
+
+    def _has_no_z_loss(self, train: TrainConfig) -> None:
+        if train.z_loss:
+            raise ConfigError(f"objective {self.type!r} has no z-loss; set train.z_loss to 0")
 
 
 AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], BeforeValidator(ObjectiveConfig.read)]
@@ -52,6 +59,13 @@ class ExitGateConfig(ObjectiveConfig):
     type: Literal["exit_gate"] = "exit_gate"
     entropy_weight: float = Field(default=0.05, ge=0)
 
+    def check(self, model: ModelConfig, train: TrainConfig) -> None:
+        self._has_no_z_loss(train)
+        if model.halting is None or model.halting.type != "exit_gate":
+            raise ConfigError(
+                "objective 'exit_gate' trains the gate of a model with halting.type 'exit_gate'; set both"
+            )
+
 
 class AlignConfig(ObjectiveConfig):
     """Distillation, stage 1: every new mixer imitates the teacher's attention on the teacher's own states.
@@ -63,6 +77,14 @@ class AlignConfig(ObjectiveConfig):
     module: ClassVar[str] = "lt2.distill.align:build_align"
     type: Literal["align"] = "align"
     loss: Literal["mse", "l2"] = "mse"
+
+    def check(self, model: ModelConfig, train: TrainConfig) -> None:
+        self._has_no_z_loss(train)
+        if model.layout.type != "kept" or not model.layout.both:
+            raise ConfigError(
+                "objective 'align' trains a student that holds its teacher (layout 'kept' with both: true); a step of "
+                "type 'distill' makes one"
+            )
 
     def lr_scale(self, name: str, model: ModelConfig) -> float:
         return float(is_new_mixer(name, model))
@@ -88,6 +110,9 @@ class DistillConfig(ObjectiveConfig):
     ramp: float = Field(default=0.05, ge=0, le=1)
     until: float = Field(default=0.5, ge=0, le=1)
     rest_lr_scale: float = Field(default=0.07, ge=0)
+
+    def check(self, model: ModelConfig, train: TrainConfig) -> None:
+        self._has_no_z_loss(train)
 
     def lr_scale(self, name: str, model: ModelConfig) -> float:
         if name.startswith("halt."):

@@ -35,6 +35,12 @@ def test_values_are_yaml_1_2_or_literal(text, value):
     assert parse_override(text) == ("a.b", value)
 
 
+@pytest.mark.parametrize("objective", ["exit_gate", "align", "distill"])
+def test_an_objective_that_the_model_is_not_made_for_is_refused_with_the_recipe(objective):
+    with pytest.raises(ConfigError, match=f"quickstart: pretrain: .*objective '{objective}'"):
+        load_workflow("quickstart", [f"pretrain.train.objective.type={objective}"])
+
+
 def test_type_goes_first_and_drops_the_keys_of_the_old_type():
     steps = {"train": {"mixer": {"type": "window", "window": 64}, "layers": [{"type": "full"}, {"type": "full"}]}}
     overrides = ["train.mixer.heads=2", "train.mixer.type=gdn", "train.layers.1.type=window", "train.layers.1.window=8"]

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from lt2.config import ConfigError, ModelConfig, UniformLayout, explain
 from lt2.mixer_configs import FullConfig
 from lt2.model import build
-from lt2.train.config import TrainConfig
+from lt2.train.config import TrainConfig, check_model
 from lt2.train.loop import Batch
 from lt2.train.objectives import ExitGateConfig, NextTokenConfig
 
@@ -116,3 +116,17 @@ def test_the_exit_gate_objective_needs_a_gate_and_no_z_loss(model):
     config = train_config(objective=ExitGateConfig(), z_loss=1e-4)
     with pytest.raises(ConfigError, match="z_loss"):
         config.objective.build(config)
+
+
+@pytest.mark.parametrize(
+    ("objective", "fields", "reason"),
+    [
+        ("exit_gate", {}, "a model with halting.type 'exit_gate'"),
+        ("exit_gate", {"z_loss": 0.1}, "'exit_gate' has no z-loss"),
+        ("align", {}, "a student that holds its teacher"),
+        ("distill", {"z_loss": 0.1}, "'distill' has no z-loss"),
+    ],
+)
+def test_an_objective_that_cannot_train_a_model_is_refused_before_training(model, objective, fields, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_model(model.config, train_config(objective={"type": objective}, **fields))

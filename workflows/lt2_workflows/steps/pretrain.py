@@ -73,6 +73,10 @@ class PretrainStep(StepConfig):
     @model_validator(mode="after")
     def _check(self) -> PretrainStep:
         check_model(self.model, self.train)
+        if self.train.objective.needs_teacher:
+            raise ValueError(
+                f"train.objective {self.train.objective.type!r} asks a teacher; give it to a step of type 'distill'"
+            )
         check_workers(self.train, self.resources.num_workers, self.resources.min_workers)
         return self
 
