@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+from lt2.config import ConfigError
 
 if TYPE_CHECKING:
     from lt2.model import LoopedLM
@@ -41,6 +44,36 @@ def init_weights(model: LoopedLM, seed: int = 42) -> None:
                 into_stream = name.rpartition(".")[2] in ("o_proj", "down_proj")
                 if config.global_depth_init and into_stream and isinstance(module, nn.Linear):
                     module.weight.mul_((2 * (config.n_layers + 1)) ** -0.5)
+
+
+@torch.no_grad()
+def init_fresh(model: LoopedLM, seed: int = 42) -> None:
+    """`init_weights` of a model that was built without memory, where what a module's __init__ sets is lost.
+
+    Raises:
+        ConfigError: a parameter or buffer, of a mixer of one's own, that nothing has set, or that no checkpoint holds.
+    """
+    set_by_rule, saved = (nn.Linear, nn.Embedding), model.state_dict().keys()
+    rest = [
+        (f"{prefix}.{name}", tensor)
+        for prefix, module in model.named_modules()
+        if not isinstance(module, set_by_rule)
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    ]
+    floats = {name.removeprefix("."): tensor for name, tensor in rest if tensor.is_floating_point()}
+    for tensor in floats.values():
+        tensor.fill_(math.nan)
+    init_weights(model, seed)
+    for name, tensor in floats.items():
+        if name not in saved:
+            raise ConfigError(
+                f"{name} is a buffer that no checkpoint holds, so a loaded model lacks it; compute it in forward"
+            )
+        if tensor.isnan().any():
+            raise ConfigError(
+                f"{name} has no initial value: models are built without memory, so what __init__ sets is lost; set it "
+                "in a method init_special"
+            )
 
 
 def truncated_normal(weight: Tensor, std: float) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lt2 import halting, sequence
 from lt2.cache import Cache, LayerCache, allocate
 from lt2.config import ConfigError, MixerConfig, ModelConfig
-from lt2.init import init_weights
+from lt2.init import init_fresh
 from lt2.layers import RMSNorm, SwiGLU
 from lt2.layout import Schedule, draw_layers, layout, weights_per_layer
 from lt2.mixers import build_mixer
@@ -237,9 +237,9 @@ class LoopedLM(nn.Module):
 
 
 def build(config: ModelConfig, *, seed: int = 42, device: str | torch.device = "cpu") -> LoopedLM:
-    """A model with fresh weights on `device`, fp32."""
+    """A model with fresh weights on `device`, fp32. Raises ConfigError where a mixer of one's own leaves one unset."""
     with torch.device("meta"):
         model = LoopedLM(config)
     model = model.to_empty(device="cpu")
-    init_weights(model, seed)
+    init_fresh(model, seed)
     return model.to(device)

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from lt2.analysis.check_mixer import check_mixer
 from lt2.analysis.parity import CHECKS
 from lt2.config import ConfigError, ModelConfig
+from lt2.model import build
 
 # An exponential moving sum, with a switch for every mistake one can make in a mixer.
 SOURCE = """
@@ -43,6 +44,12 @@ class MovingSum(nn.Module):
         self.v_proj = nn.Linear(dims.dim, dims.dim, bias=False)
         self.decay_proj = nn.Linear(dims.dim, dims.dim, bias=False)
         self.o_proj = nn.Linear(dims.dim, dims.dim, bias=False)
+        if config.fault in ("parameter", "buffer", "saved buffer"):
+            own = torch.ones(dims.dim)
+            if config.fault == "parameter":
+                self.own = nn.Parameter(own)
+            else:
+                self.register_buffer("own", own, persistent=config.fault == "saved buffer")
         self.spare_proj = nn.Linear(dims.dim, dims.dim) if config.fault == "unused weights" else None
 
     def forward(self, x, spec, seq, cache):
@@ -99,6 +106,22 @@ def test_every_fault_fails_its_check(source, fault):
     assert {check.name for check in report.checks if not check.passed} == FAULTS[fault], report
     assert report.passed == (fault == "")
     assert str(report).count("FAIL") == len(FAULTS[fault])
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("parameter", "blocks.0.mixers.moving_sum.own has no initial value: .* set it in a method init_special"),
+        ("saved buffer", "blocks.0.mixers.moving_sum.own has no initial value"),
+        ("buffer", "blocks.0.mixers.moving_sum.own is a buffer that no checkpoint holds"),
+    ],
+)
+def test_values_that_only_init_gives_are_refused_by_name(source, fault, reason):
+    mixer = {"type": "moving_sum", "source": str(source), "fault": fault}
+    sizes = {"vocab_size": 5, "dim": 8, "n_layers": 1, "num_heads": 1, "ffn_hidden": 8}
+    config = ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": mixer}})
+    with pytest.raises(ConfigError, match=reason):
+        build(config)
 
 
 def test_a_field_that_is_not_written_fails_the_round_trip(source):
