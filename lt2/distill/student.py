@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lt2.config import ActHalting, ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout, explain
 from lt2.mixer_configs import DSAConfig
+from lt2.mixers.shared import fused_heads
 from lt2.model import Block, LoopedLM, build
 from lt2.ops.dispatch import announce
 
@@ -118,35 +119,34 @@ def start_from(student: LoopedLM, source: LoopedLM) -> None:
 def start_mixer(mixer: Any, attention: Any, kind: str) -> None:
     """Copy q, k, v and o of `attention` into a new mixer, each where the shapes fit; what does not fit is said once."""
     left = []
-    for fused, parts in FUSED.items():
-        if not hasattr(mixer, fused):
-            continue
-        H, K, V = mixer.heads
+    found = {fused: heads for fused in FUSED if (heads := fused_heads(mixer, fused))}
+    for fused, (H, K, V) in found.items():
+        parts = FUSED[fused]
         rows = getattr(mixer, fused).weight.split([H * K, H * K, H * V])
         for part, target in zip(parts, rows):
-            weight = whole_heads(attention, part, mixer.heads[0]) if part is not None else None
+            weight = whole_heads(attention, part, H) if part is not None else None
             if weight is not None and weight.shape == target.shape:
                 target.copy_(weight)
             elif part is not None:
                 left.append(part)
-    output = getattr(attention, "o_proj", None)
-    if output is not None and output.weight.shape == mixer.o_proj.weight.shape:
-        mixer.o_proj.weight.copy_(output.weight)
+    output, target = getattr(attention, "o_proj", None), getattr(mixer, "o_proj", None)
+    if output is not None and isinstance(target, nn.Linear) and output.weight.shape == target.weight.shape:
+        target.weight.copy_(output.weight)
     else:
         left.append("o_proj")
-    if not any(hasattr(mixer, fused) for fused in FUSED):
+    if not found:
         left += ["q_proj", "k_proj", "v_proj"]
     if left:
-        device = str(mixer.o_proj.weight.device)
+        device = str(next(mixer.parameters()).device)
         announce(f"conversion to {kind}", device, f"random {', '.join(left)}", "the attention's shapes do not fit")
 
 
 def whole_heads(attention: Any, part: str, heads: int) -> Tensor | None:
     """The weight (heads·E, D) of one projection, its heads repeated as grouped-query attention shares them."""
-    projection = getattr(attention, part, None)
-    if not isinstance(projection, nn.Linear):
+    projection, sizes = getattr(attention, part, None), getattr(attention, "heads", ())
+    if not isinstance(projection, nn.Linear) or len(sizes) != 3:
         return None
-    own, shared, size = attention.heads
+    own, shared, size = sizes
     count = own if part == "q_proj" else shared
     if heads % count or projection.out_features != count * size:  # MLA's queries carry rotated channels as well
         return None

@@ -24,12 +24,22 @@ class SharedRows(nn.Module):
         return F.linear(x, self.owner[0].weight[self.start : self.stop])
 
 
+def fused_heads(mixer: Any, name: str) -> tuple[int, int, int] | None:
+    """`mixer.heads` (H, K, V) where its projection `name` has H·K rows of q, H·K of k and H·V of v, as in the shipped
+    mixers; None where it has none or, in a mixer of one's own, another one."""
+    projection, heads = getattr(mixer, name, None), getattr(mixer, "heads", ())
+    if not isinstance(projection, nn.Linear) or len(heads) != 3:
+        return None
+    H, K, V = heads
+    return (H, K, V) if projection.out_features == H * (2 * K + V) else None
+
+
 def share_projections(mixers: nn.ModuleDict) -> None:
     """Make softmax attention use the recurrent mixer's q, k, v and o projections wherever the shapes are equal.
 
     Does nothing unless the layer holds both softmax attention and a mixer with a fused `qkv_proj`.
     """
-    fused: list[Any] = [mixer for mixer in mixers.values() if hasattr(mixer, "qkv_proj")]
+    fused: list[Any] = [mixer for mixer in mixers.values() if fused_heads(mixer, "qkv_proj")]
     if "softmax" not in mixers or len(fused) != 1:
         return
     attention: Any = mixers["softmax"]
@@ -39,5 +49,6 @@ def share_projections(mixers: nn.ModuleDict) -> None:
     for name, (start, stop) in spans.items():
         if getattr(attention, name).out_features == stop - start:
             setattr(attention, name, SharedRows(other.qkv_proj, start, stop))
-    if attention.o_proj.weight.shape == other.o_proj.weight.shape:
+    output = getattr(other, "o_proj", None)
+    if isinstance(output, nn.Linear) and attention.o_proj.weight.shape == output.weight.shape:
         attention.o_proj = SharedRows(other.o_proj, 0, other.o_proj.out_features)

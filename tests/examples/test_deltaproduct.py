@@ -13,6 +13,7 @@ import torch
 from lt2.analysis.check_mixer import check_mixer, load_mixer
 from lt2.analysis.parity import Sample, sample_model
 from lt2.config import ModelConfig
+from lt2.distill.student import convert
 from lt2.layers import l2_normalise
 from lt2.model import build
 
@@ -33,6 +34,16 @@ def test_one_householder_step_is_gated_deltanet():
     x = torch.randn(2, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     seq = model.sequence_info(torch.zeros(2, 12, dtype=torch.int64), None, None, None)
     torch.testing.assert_close(product(x, None, seq, None)[0], gdn(x, None, seq, None)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_takes_the_place_of_attention_in_students_and_random_layouts():
+    own, sizes = load_mixer(TARGET, {}), {"vocab_size": 9, "dim": 16, "n_layers": 2, "n_loops": 2, "num_heads": 2}
+    net = build(ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": {"type": "full"}}}))
+    mixer = convert(net, own).blocks[0].mixers["deltaproduct"]
+    assert torch.equal(mixer.o_proj.weight, net.blocks[0].mixers["softmax"].o_proj.weight)  # q, k and v do not fit
+    drawn = {"type": "random", "attention": {"type": "full"}, "mixer": own.model_dump(), "fraction": 0.5}
+    hybrid = build(ModelConfig.model_validate({**sizes, "layout": drawn}))
+    assert hybrid(torch.zeros(1, 5, dtype=torch.int64), step=3).hidden.isfinite().all()
 
 
 def test_follows_its_equations():
