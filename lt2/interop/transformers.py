@@ -1,7 +1,8 @@
 """LoopedLM as a transformers model: import this module, then AutoModelForCausalLM.from_pretrained(folder).
 
 generate() runs on LT2's own caches, one per (loop, layer). Batches may be padded on either side: rows are compacted to
-the left before the model sees them, so padding never enters a recurrent state.
+the left before the model sees them, so padding never enters a recurrent state. A model of random layout runs its first
+draw here; the vote of its draws is `lt2.generate`'s and `lt2 eval`'s.
 
 Shapes: B batch, L tokens, V vocabulary.
 """
