@@ -85,6 +85,8 @@ class AlignConfig(ObjectiveConfig):
                 "objective 'align' trains a student that holds its teacher (layout 'kept' with both: true); a step of "
                 "type 'distill' makes one"
             )
+        if not has_new_mixers(model):
+            raise ConfigError("objective 'align': every layer keeps its attention, so there is nothing to align")
 
     def lr_scale(self, name: str, model: ModelConfig) -> float:
         return float(is_new_mixer(name, model))
@@ -113,11 +115,21 @@ class DistillConfig(ObjectiveConfig):
 
     def check(self, model: ModelConfig, train: TrainConfig) -> None:
         self._has_no_z_loss(train)
+        if self.rest_lr_scale == 0 and not has_new_mixers(model):
+            raise ConfigError(
+                "objective 'distill' with rest_lr_scale 0 trains new mixers alone, and every layer keeps its "
+                "attention; keep fewer, or raise rest_lr_scale"
+            )
 
     def lr_scale(self, name: str, model: ModelConfig) -> float:
         if name.startswith("halt."):
             return 0.0  # the KL says nothing about when to exit
         return 1.0 if is_new_mixer(name, model) else self.rest_lr_scale
+
+
+def has_new_mixers(model: ModelConfig) -> bool:
+    """Whether a kept layout leaves a layer without attention."""
+    return model.layout.type == "kept" and len(set(model.layout.kept)) < model.n_layers
 
 
 def is_new_mixer(name: str, model: ModelConfig) -> bool:

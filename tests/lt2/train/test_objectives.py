@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, ModelConfig, UniformLayout, explain
+from lt2.config import ConfigError, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.distill.student import student_config
 from lt2.mixer_configs import FullConfig
 from lt2.model import build
 from lt2.train.config import TrainConfig, check_model
@@ -130,3 +132,15 @@ def test_the_exit_gate_objective_needs_a_gate_and_no_z_loss(model):
 def test_an_objective_that_cannot_train_a_model_is_refused_before_training(model, objective, fields, reason):
     with pytest.raises(ConfigError, match=reason):
         check_model(model.config, train_config(objective={"type": objective}, **fields))
+
+
+@pytest.mark.parametrize(
+    ("objective", "reason"),
+    [({"type": "align"}, "nothing to align"), ({"type": "distill", "rest_lr_scale": 0}, "trains new mixers alone")],
+)
+def test_a_stage_in_which_nothing_would_train_is_refused(model, objective, reason):
+    settings, mixer = train_config(objective=objective), MixerConfig.read({"type": "gdn"})
+    student = partial(student_config, model.config, mixer, both=objective["type"] == "align")
+    check_model(student(()), settings)
+    with pytest.raises(ConfigError, match=reason):
+        check_model(student(range(model.config.n_layers)), settings)
