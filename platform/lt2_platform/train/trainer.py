@@ -16,8 +16,10 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import ray.train
+from ray._private.worker import get_dashboard_url
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from lt2.config import ConfigError
 from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
@@ -101,7 +103,7 @@ def pretrain(
     if (done := summary(spec)) is not None:
         return done
     storage, request = Storage(spec.out), stop or StopRequest()
-    trainer = TorchTrainer if stop is None else CallersSignals
+    trainer = Trainer if stop is None else CallersSignals
 
     def told(values: dict[str, Any]) -> None:
         request.possible.set()
@@ -124,7 +126,22 @@ def pretrain(
     return patiently(lambda: close_run(spec, result))
 
 
-class CallersSignals(TorchTrainer):
+class Trainer(TorchTrainer):
+    """Without Ray's cleaner of placement groups where it can only do harm.
+
+    Once a second it asks a dashboard whether the controller lives. Where this Ray has none, it writes each time that
+    nobody answers, or asks whatever cluster's dashboard is at port 8265 of this machine, which does not know the
+    controller; it would then take the workers for left over and end them.
+    """
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks = super()._create_default_callbacks()
+        if get_dashboard_url():
+            return callbacks
+        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
+
+
+class CallersSignals(Trainer):
     """Whoever can ask a run to save has a handler of Ctrl-C that does; Ray's would end the run as it is."""
 
     def _register_sigint_handler(self, controller: Any) -> None:

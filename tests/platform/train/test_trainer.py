@@ -16,9 +16,11 @@ import ray
 import torch
 from botocore.exceptions import EndpointConnectionError
 from ray.train import ScalingConfig
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from lt2.config import ConfigError
 from lt2.train.loop import NonFiniteLossError, PreemptedError
+from lt2_platform import cores
 from lt2_platform.fence import FENCE
 from lt2_platform.results.parts import list_parts
 from lt2_platform.results.store import ResultsStore
@@ -215,7 +217,7 @@ def test_errors_that_no_retry_cures_are_raised_as_themselves(tmp_path, local_ray
     ],
 )
 def test_threads_of_a_worker(monkeypatch, environment, cpus_per_worker, expected):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(cores, "usable", lambda: 8)
     for name in ("LT2_CORES", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -243,3 +245,12 @@ def test_workers_keep_to_the_fence_of_the_process_that_started_them(tmp_path, mo
             monkeypatch.setenv(FENCE, fence)
         trainer._fit(fake, {}, Storage(str(tmp_path)), ScalingConfig(num_workers=1), 1, 0)
     assert given == [{"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1", FENCE: "s3://bucket/next/lease.json"}]
+
+
+@pytest.mark.parametrize(("dashboard", "cleans"), [("", 0), ("10.0.0.1:8265", 1)])
+def test_rays_cleaner_asks_the_own_dashboard_or_is_left_out(monkeypatch, dashboard, cleans):
+    monkeypatch.setattr(trainer, "get_dashboard_url", lambda: dashboard)
+    made = trainer.Trainer(lambda settings: None, scaling_config=ScalingConfig(num_workers=1))
+    kinds = [type(callback) for callback in made._create_default_callbacks()]
+    assert kinds.count(PlacementGroupCleanerCallback) == cleans
+    assert len(kinds) > 3
