@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Sequence
@@ -89,8 +90,20 @@ def _find(
     def inspect(item: tuple[str, str]) -> SourceFile | str:
         path, name = item
         try:
+            name.encode()
+        except UnicodeEncodeError:
+            shown = name.encode(errors="backslashreplace").decode()
+            return f"{shown} has a name that is not UTF-8; rename it"
+        if not path.startswith(S3) and os.path.exists(path) and not os.path.isfile(path):
+            return (
+                f"{name} is no regular file (a pipe, a socket or a device); remove it"  # to open it may wait for ever
+            )
+        try:
             file = _inspect(name, path, format, sampled)
-        except (PermissionError, FileNotFoundError) as error:
+        except OSError as error:
+            # ELOOP: a link that leads to itself
+            if not isinstance(error, PermissionError | FileNotFoundError) and error.errno != errno.ELOOP:
+                raise
             return f"{name} cannot be read ({error.strerror or _line(error)}); make it readable or remove it"
         if file.compression and not file.bytes:  # nothing compressed is something; readers take it for an empty file
             return f"{name} is cut to 0 bytes; replace or remove it"

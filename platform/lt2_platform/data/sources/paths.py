@@ -42,6 +42,8 @@ def _is_glob(source: str) -> bool:
 
 def expand(source: str, format: str, by_extension: bool) -> Iterable[tuple[str, str]]:
     """(name, path) of every file of a path or glob. Raises ConfigError where there is none that can be used."""
+    if not source.strip():  # as a path it would be the working directory, which nobody who left it out means
+        raise ConfigError("an empty path is given as source; give a file, a folder, a glob or python-stdlib")
     location = absolute(source)
     fs = filesystem(location)
     if fs.isfile(location):
@@ -91,7 +93,7 @@ def _local_files(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
     except PermissionError as error:
         raise ConfigError(f"{folder} cannot be read ({error.strerror}); make it readable or remove it") from error
     for entry in entries:
-        if entry.is_dir():
+        if os.path.isdir(entry.path):  # entry.is_dir() raises for a link that leads to itself
             yield from _local_files(entry.path, (*above, real))
         else:
             yield entry.path

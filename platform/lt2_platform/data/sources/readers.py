@@ -266,7 +266,9 @@ def _sampled(found: Document | Fault | None, content: bytes) -> Document | Fault
     """What a row became, a fault with the beginning of its content unless it has one; None means left out."""
     if found is None:
         return LEFT_OUT
-    if not isinstance(found, Fault) or found.sample:
+    if not isinstance(found, Fault):
         return found
+    if found.sample:  # may quote the lone surrogate that it is about, which no file can hold
+        return Fault(found.reason, found.sample.encode(errors="backslashreplace").decode())
     sample = content[: 4 * SAMPLE_CHARACTERS].decode(errors="replace").strip()[:SAMPLE_CHARACTERS]
     return Fault(found.reason, sample)

@@ -107,6 +107,33 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         find_files(str(tmp_path))
 
 
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_loop(path):
+    path.symlink_to(path.name)
+
+
+def make_latin1(path):
+    (path.parent / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (make_pipe, r"/p\.txt is no regular file \(a pipe, a socket or a device\); remove it$"),
+        (make_loop, r"/p\.txt cannot be read \(Too many levels of symbolic links\); make it readable or remove it$"),
+        (make_latin1, r"/caf\\udce9\.txt has a name that is not UTF-8; rename it$"),
+    ],
+)
+def test_what_cannot_be_read_is_named_and_not_waited_for(tmp_path, make, message):
+    (tmp_path / "a.txt").write_text("x")
+    make(tmp_path / "p.txt")
+    with pytest.raises(ConfigError, match=message):
+        find_files(str(tmp_path))
+
+
 @pytest.mark.parametrize("extension", ["gz", "zst"])
 def test_a_compressed_file_cut_to_nothing_is_no_empty_file(tmp_path, extension):
     (tmp_path / f"a.jsonl.{extension}").write_bytes(b"")
@@ -141,6 +168,7 @@ def test_standard_library():
         ("{}/empty", r"^source .*/empty matches no file; check the path$"),
         ("{}/odd/x.csv", r"^cannot tell the format of .*/x\.csv; set prepare\.format to text, jsonl or parquet$"),
         ("{}/odd", r"^source .*/odd holds no text, jsonl or parquet file \(found x\.csv\); set prepare\.format"),
+        ("", r"^an empty path is given as source; give a file, a folder"),
         ("gs://bucket/x", r"^gs://bucket/x: unsupported storage scheme"),
     ],
 )

@@ -118,6 +118,18 @@ def test_malformed_text_inside_a_conversation_costs_one_row(tmp_path):
     assert "good" in text_of(second)
 
 
+@pytest.mark.parametrize("fault", [("user", "lone \ud83d surrogate"), ("\ud83d", "hi")])
+def test_a_surrogate_inside_a_conversation_costs_one_row(tmp_path, no_ray, fault):
+    conversations = [[("user", "hi"), ("assistant", "well")], [fault, ("assistant", "well")]]
+    rows = [{"messages": [dict(zip(("role", "content"), turn)) for turn in turns]} for turns in conversations]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    source = {"type": "openthoughts", "path": str(tmp_path / "x.jsonl"), "format": "jsonl"}
+    manifest = prepare(PrepareConfig.model_validate({"source": source, "seq_len": 8}), str(tmp_path / "out"))
+    assert manifest["quarantine"]["rows"] == 1
+    (line,) = (tmp_path / "out/quarantine/part-00000.jsonl").read_text().splitlines()
+    assert "\\ud83d" in json.loads(line)["sample"]
+
+
 TEMPLATES = {
     "chatml": "<|im_start|>system\nThink first.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
     f"<|im_start|>assistant\n{THOUGHT}<|im_end|>\n",
