@@ -111,6 +111,7 @@ def test_storage_comes_from_the_environment(tmp_path, monkeypatch):
         (["run", CHAIN, "--set", "first.fail=bad_input"], "first      failed in attempt 1: the corpus is empty;"),
         (["step", CHAIN, "second"], "lt2: step 'second' needs first, not finished in"),
         (["status", "nothing"], "lt2: no workflow 'nothing' in"),
+        (["plan", CHAIN, "--set", b"first.lines=\xe9"], "lt2: the argument first.lines=\\udce9 is not UTF-8; give ano"),
         (["plan", "missing.yaml"], "lt2: recipe record missing.yaml does not exist"),
     ],
 )

@@ -90,6 +90,8 @@ def test_setting_the_same_type_keeps_its_siblings():
             "quickstart: evaluate.tasks.0.batchsize: unknown key 'batchsize'; did you mean 'batch_size'?",
         ),
         ("quickstart", ["evaluate.tasks=[]"], "evaluate.tasks: Tuple should have at least 1 item"),
+        ("quickstart", ["evaluate.loops=[0, 4]"], "evaluate.loops: loops [0, 4]: give different depths of at least 1"),
+        ("quickstart", ["evaluate.loops=[2, 2]"], "evaluate.loops: loops [2, 2]: give different depths of at least 1"),
         (CHAIN, ["first.lines"], "--set first.lines: expected key=value"),
         (CHAIN, ["first.lines=1", "first.lines=2"], "--set first.lines is given more than once"),
         (CHAIN, ["second.part.sources.3.step=first"], "second.part.sources has 1 items; '3' is not the index of one"),

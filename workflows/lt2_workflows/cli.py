@@ -240,6 +240,7 @@ def _terminate(signum: int, frame: Any) -> None:
 def main() -> None:
     """Entry point: a user's mistake, a store or a Ray that fails is one line and exit code 2; all else is raised."""
     try:
+        _check_arguments(sys.argv[1:])
         app()
     except Exception as error:
         line = _line(error)
@@ -247,6 +248,16 @@ def main() -> None:
             raise
         print("\n".join(f"lt2: {part}" for part in line.splitlines()), file=sys.stderr)
         sys.exit(2)
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Raise ConfigError for bytes that are no UTF-8: neither a record nor a message can hold them."""
+    for argument in arguments:
+        shown = argument.encode(errors="backslashreplace").decode()
+        if shown != argument:
+            from lt2.config import ConfigError
+
+            raise ConfigError(f"the argument {shown} is not UTF-8; give another name or text")
 
 
 def _line(error: Exception) -> str | None:

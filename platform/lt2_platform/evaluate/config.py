@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
-from lt2.config import Config, Layout, ModelConfig
+from lt2.config import Config, ConfigError, Layout, ModelConfig
 from lt2.extension import Extension
 from lt2_platform.data.sources.configs import Template
 
 HeldOut = Literal["all", "selection", "report"]
 """Of the held-out rows: all, the half by which distillation chooses layers, or the half that no choice has seen."""
+
+
+def check_depths(loops: tuple[int, ...]) -> tuple[int, ...]:
+    """`loops`. Raises ConfigError for a depth below 1, or given twice."""
+    if min(loops, default=1) < 1 or len(set(loops)) < len(loops):
+        raise ConfigError(f"loops {list(loops)}: give different depths of at least 1, e.g. [1, 2, 4, 8]")
+    return loops
+
+
+Depths = Annotated[tuple[int, ...], AfterValidator(check_depths)]
+"""Numbers of loops to evaluate at; none means the model's own."""
 
 
 class TaskConfig(Extension):

@@ -16,7 +16,7 @@ from lt2.layout import loops_text
 from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import Tokenizer
-from lt2_platform.evaluate.config import TaskConfig
+from lt2_platform.evaluate.config import TaskConfig, check_depths
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def depths(model: LoopedLM, loops: Sequence[int]) -> list[Depth]:
     halts = model.config.halting is not None
     if not loops:
         return [Depth(model.config.n_loops, halts)]
-    if min(loops) < 1 or len(set(loops)) < len(loops):
-        raise ConfigError(f"loops {list(loops)}: give different depths of at least 1, e.g. [1, 2, 4, 8]")
-    return [Depth(n, False) for n in loops] + ([Depth(model.config.n_loops, True)] if halts else [])
+    return [Depth(n, False) for n in check_depths(tuple(loops))] + (
+        [Depth(model.config.n_loops, True)] if halts else []
+    )
 
 
 def run_tasks(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.config import AnyTask, HarnessConfig, PerplexityConfig, ThroughputConfig
+from lt2_platform.evaluate.config import AnyTask, Depths, HarnessConfig, PerplexityConfig, ThroughputConfig
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
@@ -29,7 +29,7 @@ class EvaluateStep(StepConfig):
     checkpoint: CheckpointRef | str
     data: DatasetRef | str
     tasks: tuple[AnyTask, ...] = Field(default=(PerplexityConfig(), ThroughputConfig()), min_length=1)
-    loops: tuple[int, ...] = ()
+    loops: Depths = ()
     pack: PackRef | str | None = None
 
     @property

@@ -34,7 +34,10 @@ class Keep:
     def parse(cls, text: str) -> Keep:
         """From "last=2,every=1000,best"; what is left out is not kept, except the newest."""
         fields: dict[str, Any] = {"last": 1, "best": False}
-        for part in filter(None, (part.strip() for part in text.split(","))):
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if not parts:  # an unset variable, not a wish to lose all but one
+            raise ConfigError("the keep policy is empty; give last=N, every=N or best, with commas between")
+        for part in parts:
             name, _, value = part.partition("=")
             if part == "best":
                 fields["best"] = True

@@ -41,6 +41,9 @@ def test_policy_as_typed():
     for wrong in ("last=0", "first=2", "last", "every=-1", "best=1"):
         with pytest.raises(ConfigError, match="is not last=N, every=N or best"):
             Keep.parse(wrong)
+    for empty in ("", " , "):
+        with pytest.raises(ConfigError, match="the keep policy is empty; give last=N"):
+            Keep.parse(empty)
 
 
 def test_best_is_replaced_by_a_better_one_by_itself_and_when_it_is_gone(tmp_path):
