@@ -61,8 +61,10 @@ def test_a_record_is_run_again_without_the_file_it_was_made_from(tmp_path):
     assert [again.stderr.count(each) for each in ("skipped", " started")] == [2, 1]
 
 
-def test_no_step_on_s3_talks_about_keys(s3_root):
+def test_steps_on_s3_talk_not_about_keys_and_leave_nothing_behind(s3_root, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = lt2("run", CHAIN, "--storage", s3_root)
+    assert not list(tmp_path.iterdir())
     assert done.returncode == 0
     storage = Storage(s3_root)
     logs = [storage.read_bytes(path).decode() for path in storage.glob("steps/*/attempts/1/log")]

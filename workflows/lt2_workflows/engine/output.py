@@ -9,8 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -24,8 +23,8 @@ def capture_output(storage: Storage, path: str) -> Callable[..., None]:
     log is nobody else's, so it can take the place of nothing.
     """
     remote = "://" in storage.root
-    spool = Path(tempfile.mkdtemp(prefix="lt2-log-")) / "log" if remote else Path(storage.join(path))
-    file = open(spool, "ab", buffering=0)  # noqa: SIM115  stays open as descriptors 1 and 2
+    # Both stay open as descriptors 1 and 2. The spool has no name: nothing of it is left, however the process ends.
+    file: Any = tempfile.TemporaryFile(buffering=0) if remote else open(storage.join(path), "ab", buffering=0)  # noqa: SIM115
     sys.stdout.flush()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
@@ -34,13 +33,14 @@ def capture_output(storage: Storage, path: str) -> Callable[..., None]:
     def upload(fenced: bool = True) -> None:
         nonlocal uploaded
         sys.stdout.flush()
-        size = spool.stat().st_size
+        size = os.fstat(file.fileno()).st_size
         if not remote or size == uploaded:
             return
+        text = os.pread(file.fileno(), size, 0)  # what is printed meanwhile goes on at the end
         if fenced:
-            storage.write_bytes(path, spool.read_bytes())
+            storage.write_bytes(path, text)
         else:
-            storage.fs.pipe_file(storage.join(path), spool.read_bytes())
+            storage.fs.pipe_file(storage.join(path), text)
         uploaded = size
 
     return upload
