@@ -76,11 +76,13 @@ def expand(source: str, format: str, by_extension: bool) -> Iterable[tuple[str, 
 
 
 def _inside(fs: Any, folder: str) -> list[str]:
-    """Every file below a folder and the links in it, but hidden ones and the _SUCCESS kind that other tools leave."""
+    """Every file below a folder and the links in it, but hidden ones and the _SUCCESS kind that other tools leave, and
+    the empty objects "…/" by which consoles of S3 show a folder."""
     folder = folder.removeprefix(S3).rstrip("/")
     found = _local_files(folder) if isinstance(fs, LocalFileSystem) else fs.find(folder)
-    below = [str(path).removeprefix(folder).lstrip("/") for path in found]
-    return [f"{folder}/{path}" for path in below if not any(part.startswith(HIDDEN) for part in path.split("/"))]
+    below = [str(path).removeprefix(folder).removeprefix("/") for path in found]
+    files = [path for path in below if path and not path.endswith("/")]
+    return [f"{folder}/{path}" for path in files if not any(part.startswith(HIDDEN) for part in path.split("/"))]
 
 
 def _local_files(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:

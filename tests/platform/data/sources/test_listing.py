@@ -151,6 +151,13 @@ def test_s3_files_carry_their_etag(s3_root):
         assert sources.describe(file, 1)["etag"] == file.version
 
 
+def test_s3_keys_that_stand_for_folders_are_no_files(s3_root):
+    for key in ("in/", "in/sub/", "in/sub/a.txt", "in//b.txt"):
+        Storage(s3_root).fs.pipe_file(f"{s3_root}/{key}", b"" if key.endswith("/") else b"x")
+    found = find_files(f"{s3_root}/in", "text")
+    assert [file.path for file in found] == [f"{s3_root}/in//b.txt", f"{s3_root}/in/sub/a.txt"]
+
+
 def test_standard_library():
     found = find_files("python-stdlib")
     assert len(found) > 300
