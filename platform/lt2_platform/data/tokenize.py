@@ -124,6 +124,8 @@ def _llama3(name: str, content: bytes) -> Tokenizer:
 
 def _read(location: str, spec: str) -> bytes:
     fs = filesystem(location)
+    if fs.isdir(location):
+        raise ConfigError(f"tokenizer file {spec} is a folder; give the tokenizer.json or *.tiktoken file in it")
     if not fs.exists(location):
         raise ConfigError(
             f"tokenizer file {spec} does not exist; use byte, or a path to a tokenizer.json or *.tiktoken"
@@ -134,7 +136,16 @@ def _read(location: str, spec: str) -> bytes:
 def _neighbour(location: str, name: str) -> dict[str, Any]:
     beside = location.rsplit("/", 1)[0] + "/" + name
     fs = filesystem(beside)
-    return json.loads(fs.cat_file(beside)) if fs.exists(beside) else {}
+    if not fs.exists(beside):
+        return {}
+    try:
+        settings = json.loads(fs.cat_file(beside))
+        tokens = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "pad")]
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{beside}, beside the tokenizer, is no JSON object ({error}); mend or remove it") from error
+    if not all(token is None or isinstance(token, str | dict) for token in tokens):
+        raise ConfigError(f"{beside}, beside the tokenizer: bos_token, eos_token and pad_token are each a text or null")
+    return settings
 
 
 class ByteTokenizer:
@@ -240,7 +251,8 @@ class HubTokenizer:
         self._specials = {token.content: index for index, token in added.items() if token.special}
         self.name = name
         self.sha256 = hashlib.sha256(content).hexdigest()
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # Not their number: ids may have gaps, and a model has a row for each up to the largest.
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         eos = self._id(settings.get("eos_token"), self._EOS)
         if eos is None:
             raise ConfigError(

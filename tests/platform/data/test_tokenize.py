@@ -129,11 +129,14 @@ def test_reads_s3(hub_path, s3_root):
     assert load_tokenizer(f"{s3_root}/tokenizer.json").sha256 == load_tokenizer(str(hub_path)).sha256
 
 
-def test_unknown_names():
+def test_unknown_names(tmp_path):
     with pytest.raises(ConfigError, match=r"^unknown tokenizer 'gpt2'; use byte, or a path to a tokenizer\.json or a"):
         load_tokenizer("gpt2")
     with pytest.raises(ConfigError, match=r"^tokenizer file /no/such\.json does not exist; use byte, or a path to a"):
         load_tokenizer("/no/such.json")
+    (tmp_path / "hub.json").mkdir()
+    with pytest.raises(ConfigError, match=r"^tokenizer file .*/hub\.json is a folder; give the tokenizer\.json or"):
+        load_tokenizer(str(tmp_path / "hub.json"))
     with pytest.raises(ConfigError, match=r"tokenizer\.model is one: copy or link it under such a name"):
         load_tokenizer("Meta-Llama-3-8B/tokenizer.model")
 
@@ -160,6 +163,27 @@ def test_damaged_files(tmp_path, name, content, message):
 def test_hub_file_without_end_of_text(tmp_path):
     HubFile(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"names no end-of-text token; put a tokenizer_config\.json with eos_token"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_a_model_has_a_row_for_the_largest_id_where_ids_have_gaps(tmp_path):
+    gaps = HubFile(models.WordLevel({"a": 0, "</s>": 3, "b": 20}, unk_token="a"))
+    gaps.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).vocab_size == 21
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{bad", r"tokenizer_config\.json, beside the tokenizer, is no JSON object \(.*\); mend or remove it"),
+        ("[]", r"tokenizer_config\.json, beside the tokenizer, is no JSON object \(.*\); mend or remove it"),
+        ('{"eos_token": ["</s>"]}', r"bos_token, eos_token and pad_token are each a text or null"),
+    ],
+)
+def test_damaged_settings_beside_a_tokenizer(hub_path, tmp_path, content, message):
+    (tmp_path / "tokenizer.json").write_bytes(hub_path.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
