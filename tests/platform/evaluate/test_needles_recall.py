@@ -99,6 +99,9 @@ def test_too_few_essays_are_named(essays, tmp_path):
         needles.make("niah_single_3", TOKENIZER, 8192, samples=1, essays=essays)
     with pytest.raises(ConfigError, match="no .txt files"):
         needles.make("niah_single_3", TOKENIZER, 1024, samples=1, essays=str(tmp_path))
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"latin1\.txt is not UTF-8 \(.*\); convert or remove it"):
+        needles.make("niah_single_3", TOKENIZER, 1024, samples=1, essays=str(tmp_path))
 
 
 def test_scores():

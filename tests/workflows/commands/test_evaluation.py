@@ -122,6 +122,8 @@ def test_mistakes_are_named(tmp_path):
     save(root / "steps" / "one-12345678" / "out", model())
     with pytest.raises(ConfigError, match="unknown suite 'cor'"):
         lt2("eval", "one-12345678", "--pack", tmp_path, "--suite", "cor", "--storage", root)
+    with pytest.raises(ConfigError, match="--suite tasks=, names no task"):
+        lt2("eval", "one-12345678", "--pack", tmp_path, "--suite", "tasks=,", "--storage", root)
     with pytest.raises(ConfigError, match="not an evaluation pack"):
         lt2("eval", "one-12345678", "--pack", tmp_path, "--storage", root)
     with pytest.raises(ConfigError, match="no evaluation of 'one-12345678'"):

@@ -196,7 +196,10 @@ def harness_config(suite: str, **fields: Any) -> HarnessConfig:
 
     key, equals, names = suite.partition("=")
     if equals and key == "tasks":
-        return HarnessConfig(tasks=tuple(name for name in names.split(",") if name), **fields)
+        tasks = tuple(name.strip() for name in names.split(",") if name.strip())
+        if not tasks:
+            raise config_error(f"--suite {suite} names no task; give tasks=NAME,NAME")
+        return HarnessConfig(tasks=tasks, **fields)
     suite_tasks(suite, ())
     return HarnessConfig.model_validate({"suite": suite, **fields})
 

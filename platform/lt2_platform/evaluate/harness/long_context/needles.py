@@ -156,4 +156,10 @@ def read_essays(place: str | None, name: str) -> list[str]:
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(f"{place} has no .txt files; give a folder of essays")
-    return " ".join(file.read_text() for file in files).split()
+    texts: list[str] = []
+    for file in files:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"essay {file} is not UTF-8 ({error}); convert or remove it") from error
+    return " ".join(texts).split()
