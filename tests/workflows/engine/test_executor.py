@@ -16,6 +16,7 @@ from lt2.train.loop import NonFiniteLossError
 from lt2_platform import storage_errors
 from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import noting
 from lt2_workflows.engine import attempt, executor, records
 from lt2_workflows.engine.executor import run
 from lt2_workflows.engine.records import list_workflows, read_done, step_state
@@ -268,6 +269,16 @@ def test_a_store_with_a_trouble_of_its_own_is_no_failure_of_the_step(status, cod
     assert attempt._classify(refused) == code
     arrows = OSError(f"When reading: AWS Error UNKNOWN (HTTP status {status}) during HeadObject operation: No body.")
     assert attempt._classify(arrows) == code
+
+
+def test_a_full_disk_is_told_with_the_store_that_is_on_it(tmp_path):
+    with pytest.raises(OSError, match="No space left") as caught, noting("/disk"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    wrapped = RuntimeError("worker group failed")
+    wrapped.__cause__ = caught.value
+    told = "storage root /disk cannot be used (No space left on device); choose another with --storage or LT2_STORAGE"
+    assert attempt._said(wrapped, attempt.FAILED) == told
+    assert attempt._said(RuntimeError("else"), attempt.FAILED) == "RuntimeError: else"
 
 
 def test_an_event_that_storage_refuses_comes_with_the_next(storage, monkeypatch, caplog):

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lt2.config import ConfigError, load_source
 from lt2_platform.fence import FENCE, OvertakenError
-from lt2_platform.storage_errors import is_away
+from lt2_platform.storage_errors import complaint, is_away
 from lt2_platform.train.stopping import StopRequest
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
@@ -165,10 +165,17 @@ def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
             return INTERRUPTED, str(failure), {}
         traceback.print_exc()
         code = _classify(failure)
-        if code == BAD_INPUT:
-            # The innermost: Ray's wrapper is a ConfigError too, but its message is a traceback.
-            failure = [error for error in _causes(failure) if _is_mistake(error)][-1]
-        return code, str(failure) if code == BAD_INPUT else f"{type(failure).__name__}: {failure}", {}
+        return code, _said(failure, code), {}
+
+
+def _said(failure: BaseException, code: int) -> str:
+    """The one line that is told of it."""
+    causes = list(_causes(failure))
+    if code == BAD_INPUT:
+        # The innermost: Ray's wrapper is a ConfigError too, but its message is a traceback.
+        return str([error for error in causes if _is_mistake(error)][-1])
+    told = next(filter(None, map(complaint, causes)), None)  # of a store: which one, why, and what to do
+    return str(told or f"{type(failure).__name__}: {failure}")
 
 
 def _classify(failure: BaseException) -> int:
