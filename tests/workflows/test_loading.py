@@ -133,6 +133,12 @@ def test_yaml_record(tmp_path):
     assert load_workflow(str(path)).steps["first"].config.lines == 10  # type: ignore[attr-defined]
 
 
+def test_a_record_that_is_no_text(tmp_path):
+    (tmp_path / "x.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"x\.json: not valid YAML: 'utf-8' codec can't decode byte 0xff"):
+        load_workflow(str(tmp_path / "x.json"))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -143,6 +149,8 @@ def test_yaml_record(tmp_path):
         ("workflow: mine", "workflw: mine", "a workflow record has the keys"),
         ("workflow: mine", "workflow: mine\nstep: 1", ":2: unknown key 'step'; did you mean 'steps'?"),
         ("lines: 1e1", "lines: [1", "not valid YAML"),
+        ("lines: 1e1", "lines: \x07", "not valid YAML: unacceptable character #x0007"),
+        ("  second:\n    type: write", "  second:\n    type: [write]", ":8: second.type: unknown step type ['write']"),
     ],
 )
 def test_mistakes_in_yaml_have_a_line(tmp_path, old, new, message):

@@ -68,17 +68,17 @@ def workflow_from_record(
     lines = lines or {}
     problems: list[str] = []
     configs = {}
-    types = {raw.get("type") for raw in record["steps"].values() if isinstance(raw, dict)}
-    if not types <= STEP_TYPES.keys():
+    kinds = {name: raw.get("type") if isinstance(raw, dict) else raw for name, raw in record["steps"].items()}
+    if not all(isinstance(kind, str) and kind in STEP_TYPES for kind in kinds.values()):
         from lt2_workflows import steps, sweeps  # noqa: F401  register the shipped types
     for name, raw in record["steps"].items():
         place = _place(source, lines, ("steps", name, "type"))
-        if not isinstance(raw, dict) or raw.get("type") not in STEP_TYPES:
-            kind = raw.get("type") if isinstance(raw, dict) else raw
+        kind = kinds[name]
+        if not isinstance(raw, dict) or not isinstance(kind, str) or kind not in STEP_TYPES:
             problems.append(f"{place}: {name}.type: unknown step type {kind!r}{nearest(kind, STEP_TYPES)}")
             continue
         try:
-            configs[name] = STEP_TYPES[raw["type"]].config.model_validate(raw)
+            configs[name] = STEP_TYPES[kind].config.model_validate(raw)
         except ValidationError as error:
             problems += _explain(error, name, raw, source, lines)
     if problems:
@@ -199,18 +199,20 @@ def _workflow_of(function: Callable[[], Workflow], recipe: str) -> Workflow:
 def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     from ruamel.yaml import YAML
     from ruamel.yaml.constructor import DuplicateKeyError
-    from ruamel.yaml.error import MarkedYAMLError
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     if not Path(path).is_file():
         raise ConfigError(f"recipe record {path} does not exist")
     try:
-        loaded = YAML(typ="rt").load(Path(path).read_text())  # JSON is YAML 1.2
+        loaded = YAML(typ="rt").load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML 1.2
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"{path}:{line}: {(error.problem or 'duplicate key').splitlines()[0]}; keep one") from None
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except (UnicodeDecodeError, YAMLError) as error:  # of a file that is no text
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     steps = loaded.get("steps") if isinstance(loaded, dict) else None
     if not isinstance(steps, dict) or not isinstance(loaded.get("workflow"), str):
         raise ConfigError(f"{path}: a workflow record has the keys 'workflow' (a name) and 'steps' (name: config)")
