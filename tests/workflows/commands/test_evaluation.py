@@ -117,6 +117,10 @@ def test_mistakes_are_named(tmp_path):
         lt2("pack", "build", tmp_path / "pack")
     with pytest.raises(ConfigError, match="expected TASK=PATH"):
         lt2("pack", "build", tmp_path / "pack", "arc_easy")
+    (tmp_path / "own.jsonl").write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}')
+    for name in ("../x", "a/b", "a,b", ""):
+        with pytest.raises(ConfigError, match=f"task '{name}': use 1 to 128 letters, digits"):
+            lt2("pack", "build", tmp_path / "pack", f"{name}={tmp_path}/own.jsonl")
     with pytest.raises(ConfigError, match="nowhere does not exist"):
         lt2("eval", "./nowhere", "--pack", tmp_path, "--storage", root)
     save(root / "steps" / "one-12345678" / "out", model())

@@ -25,6 +25,7 @@ from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.answers import check_rows, labelled
 from lt2_platform.evaluate.harness.sources import read_source
 from lt2_platform.evaluate.harness.suites import COLUMNS, UPSTREAM
+from lt2_platform.results.store import check_name
 from lt2_platform.storage import Storage
 
 MANIFEST, SCHEMA_VERSION = "manifest.json", 1
@@ -49,9 +50,9 @@ def build(
     tokenizer: recorded for data that is frozen for one tokenizer (needles).
 
     Raises:
-        ConfigError: an unknown task, a source that is not there or of no known layout, rows of another schema, or items
-            whose answer is empty or none of their choices. Splits without any answers are left out, and recorded as
-            that.
+        ConfigError: a name that cannot be a file's, an unknown task, a source that is not there or of no known layout,
+            rows of another schema, or items whose answer is empty or none of their choices. Splits without any answers
+            are left out, and recorded as that.
     """
     tables = {task: read_source(task, place) for task, place in sources.items()}
     return add(pack, tables, sources, origin=origin, tokenizer=tokenizer)
@@ -66,6 +67,8 @@ def add(
     tokenizer: Tokenizer | None = None,
 ) -> dict[str, Any]:
     """`build` from rows: task -> split -> table; `sources` says where each task's rows come from."""
+    for task in tasks:
+        check_name(task, "task")  # it names folders, samples and results
     formats = {task: format_of(task, tables) for task, tables in tasks.items()}
     usable = {task: labelled(task, formats[task], tables, sources[task]) for task, tables in tasks.items()}
     storage = Storage(pack)
