@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from typing import IO, Any
 
 import fsspec
@@ -159,7 +160,9 @@ class Storage:
     def glob(self, pattern: str) -> list[str]:
         """Sorted paths, relative to the root, that match `pattern` (`*`, `**`, `?`)."""
         prefix = self.root.removeprefix(S3).rstrip("/") + "/"
-        found = (str(name).removeprefix(prefix) for name in self.fs.glob(self.join(pattern)))
+        # Only `pattern` has wildcards: a root may be called "exp[1]".
+        full = escape(self.root) + self.join(pattern).removeprefix(self.root)
+        found = (str(name).removeprefix(prefix) for name in self.fs.glob(full))
         return sorted(name for name in found if not name.rsplit("/", 1)[-1].startswith(".tmp-"))
 
     def arrow_fs(self, path: str = "") -> tuple[Any, str]:

@@ -52,6 +52,17 @@ def test_listing_shows_what_was_written_and_nothing_else(storage):
     assert storage.list() == ["y.json"]
 
 
+@pytest.mark.parametrize("name", ["exp[1]", "exp*", "50% ü#?"])
+def test_a_root_whose_name_looks_like_a_pattern(root, name):
+    storage = Storage(f"{root}/{name}")
+    for place in (storage, Storage(f"{root}/expx"), Storage(f"{root}/exp1")):
+        place.write_bytes("x/1.json", b"{}")
+    assert storage.glob("*/*.json") == storage.glob("**/*.json") == ["x/1.json"]
+    storage.delete("x")
+    assert not storage.exists("x")
+    assert Storage(root).glob("*/x/*.json") == ["exp1/x/1.json", "expx/x/1.json"]
+
+
 def test_missing_file(storage):
     with pytest.raises(FileNotFoundError):
         storage.read_bytes("nope/here.json")
