@@ -33,6 +33,9 @@ def parquet_metadata(file: SourceFile, source: FileSource) -> Any:
         raise ConfigError(f"{file.name} is not a readable parquet file ({message}); {remedy}") from error
     schema = metadata.schema.to_arrow_schema()
     check_columns(file, source, schema.names)
+    for column in (*(name for alternatives in source.columns for name in alternatives), *source.optional_columns):
+        if schema.names.count(column) > 1:
+            raise ConfigError(f"{file.name} has several columns '{column}'; write it anew with one of that name")
     for column in source.text_columns:
         kind = schema.field(column).type
         if not is_text(kind):

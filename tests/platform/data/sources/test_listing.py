@@ -225,3 +225,9 @@ def test_parquet_column_errors(tmp_path):
         plan_units([good], [PlainSource(path="", text_column="n")])
     with pytest.raises(ConfigError, match=r"y\.parquet is not a (readable )?parquet file \(.*\); replace or remove it"):
         plan_units([bad], TEXT)
+    twice = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "x.parquet")
+    with pytest.raises(
+        ConfigError, match=r"x\.parquet has several columns 'text'; write it anew with one of that name"
+    ):
+        plan_units([good], TEXT)
