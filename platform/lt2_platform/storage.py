@@ -47,8 +47,7 @@ def filesystem(uri: str) -> Any:
     """The fsspec filesystem that holds `uri`; S3 reads its endpoint and keys from the usual AWS_* variables."""
     if not uri.startswith(S3):
         return fsspec.filesystem("file")
-    _tame_checksums()
-    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = _endpoint()
     return fsspec.filesystem("s3", endpoint_url=endpoint, use_listings_cache=False)
 
 
@@ -59,8 +58,7 @@ def arrow_filesystem(uri: str) -> tuple[Any, str]:
     uri = absolute(uri)
     if not uri.startswith(S3):
         return fs.LocalFileSystem(), uri
-    _tame_checksums()
-    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = _endpoint()
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     # Its own three attempts are over in a second; a store that is away comes back later than that.
     options: dict[str, Any] = {"retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=ARROW_ATTEMPTS)}
@@ -71,11 +69,17 @@ def arrow_filesystem(uri: str) -> tuple[Any, str]:
     return fs.S3FileSystem(**options), uri[len(S3) :]
 
 
-def _tame_checksums() -> None:
+def _endpoint() -> str | None:
+    """$AWS_ENDPOINT_URL, if it is set. Raises ConfigError for what is no URL: a host alone is easily given."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    if not endpoint:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"AWS_ENDPOINT_URL is {endpoint!r}; give http://host:port or https://host:port")
     # Newer AWS SDKs (botocore and the C++ one inside pyarrow) send checksum trailers that many S3 servers reject.
-    if os.environ.get("AWS_ENDPOINT_URL"):
-        os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
-        os.environ.setdefault("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
+    os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    os.environ.setdefault("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
+    return endpoint
 
 
 def check_fence() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError, ProfileNotFound
 
 from lt2.config import ConfigError
 
@@ -144,6 +144,8 @@ def reason(error: BaseException, root: str = "") -> str:
 def _advice(error: BaseException, choose: str = CHOOSE) -> str:
     if isinstance(error, NoCredentialsError):
         return f"set {_KEYS}"
+    if isinstance(error, ProfileNotFound):
+        return "set AWS_PROFILE to one that there is, or unset it"
     if _code(error) == "NoSuchBucket":
         return f"create it, or {choose}"
     if isinstance(error, ParamValidationError):

@@ -63,6 +63,13 @@ def test_a_root_whose_name_looks_like_a_pattern(root, name):
     assert Storage(root).glob("*/x/*.json") == ["exp1/x/1.json", "expx/x/1.json"]
 
 
+def test_an_endpoint_without_its_scheme_is_named(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "ceph.local:7480")
+    for use in (lambda: Storage("s3://bucket/x").list(), lambda: Storage("s3://bucket/x").arrow_fs()):
+        with pytest.raises(ConfigError, match=r"^AWS_ENDPOINT_URL is 'ceph\.local:7480'; give http://host:port or"):
+            use()
+
+
 def test_missing_file(storage):
     with pytest.raises(FileNotFoundError):
         storage.read_bytes("nope/here.json")

@@ -4,7 +4,7 @@ import errno
 import os
 
 import pytest
-from botocore.exceptions import ClientError, NoCredentialsError, ParamValidationError
+from botocore.exceptions import ClientError, NoCredentialsError, ParamValidationError, ProfileNotFound
 
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import complaint
@@ -27,6 +27,10 @@ def of_disk(number):
         (answered("NoSuchBucket", FileNotFoundError), "(there is no bucket b); create it, or choose another with"),
         (answered("InvalidAccessKeyId", PermissionError), "(InvalidAccessKeyId: why); check AWS_ACCESS_KEY_ID and AWS"),
         (answered("SlowDown"), "(SlowDown: why); choose another with --storage"),
+        (
+            ProfileNotFound(profile="x"),
+            "(The config profile (x) could not be found); set AWS_PROFILE to one that there is, or unset it",
+        ),
         (NoCredentialsError(), "(Unable to locate credentials); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
         (ParamValidationError(report="a regex"), "('b' is no bucket's name); give s3://bucket/prefix"),
         (of_disk(errno.EROFS), "(Read-only file system); choose another with --storage or LT2_STORAGE"),
