@@ -198,6 +198,13 @@ def test_command_on_any_recipe():
         ({"name": "ratio", "grid": ["pretrain.train.lr=1e-3"]}, "--grid pretrain.train.lr: give a list"),
         ({"name": "ratio", "grid": ["pretrain.train.lr"]}, "--grid pretrain.train.lr: expected key=value"),
         ({"name": "ratio", "seeds": "a"}, r"sweep\.seeds\.0: .*integer"),
+        ({"name": "ratio", "seeds": "0,1,0"}, r"seeds has a value twice, \[0, 1, 0\]; give each once"),
+        ({"name": "quickstart", "grid": ["pretrain.train.lr=[1, 1]"]}, r"grid pretrain\.train\.lr has a value twice"),
+        ({"name": "quickstart", "grid": ["pretrain.train.lr=[]"]}, r"grid pretrain\.train\.lr has no value; give at"),
+        (
+            {"name": "ratio", "grid": ["pretrain.train.lr=[1]"] * 2},
+            r"--grid pretrain\.train\.lr is given more than onc",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, message):

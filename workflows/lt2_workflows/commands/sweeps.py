@@ -36,10 +36,15 @@ def sweep_workflow(name: str, set_: list[str], grid: list[str], seeds: str | Non
     step = record["steps"]["sweep"]
     own = [item for item in set_ if item.startswith("sweep.")]
     apply_overrides(step["steps"], [parsed(item, "--set") for item in set_ if item not in own])
+    chosen: dict[str, list[Any]] = {}
     for key, values in (parsed(item, "--grid") for item in grid):
         if not isinstance(values, list):
             raise ConfigError(f"--grid {key}: give a list of values, e.g. --grid '{key}=[1, 2]'")
-        step.setdefault("grid", {})[key] = values
+        if key in chosen:
+            raise ConfigError(f"--grid {key} is given more than once; put its values in one list")
+        chosen[key] = values
+    if chosen:
+        step["grid"] = {**step.get("grid", {}), **chosen}
     if seeds is not None:
         step["seeds"] = [int(part) if part.strip().lstrip("-").isdigit() else part for part in seeds.split(",")]
     if options.get("concurrent") is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError, ModelConfig
 from lt2_workflows.graph import Ref, Resources, StepConfig, Workflow, canonical
@@ -86,6 +86,19 @@ class SweepStep(StepConfig):
     scheduler: Annotated[Fifo | Asha, Field(discriminator="type")] = Fifo()
     paper: str | None = None
     retry: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _trials_differ(self) -> SweepStep:
+        """The same run twice would count as two samples that agree exactly."""
+        for name, values in {
+            "seeds": self.seeds,
+            **{f"grid {key}": values for key, values in self.grid.items()},
+        }.items():
+            if len({json.dumps(value, sort_keys=True, default=str) for value in values}) < len(values):
+                raise ValueError(f"{name} has a value twice, {list(values)}; give each once")
+            if not values and name != "seeds":
+                raise ValueError(f"{name} has no value; give at least one")
+        return self
 
     @property
     def workers(self) -> int:
