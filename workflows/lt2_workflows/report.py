@@ -19,6 +19,7 @@ from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.results.tables import flatten
 from lt2_workflows.console import duration
+from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
 from lt2_workflows.report_pages import Folded, Part, Plot, Printed, Section, Table, as_html, as_markdown, cell
 from lt2_workflows.svg import Dots, Line, dot_chart, line_chart
@@ -84,8 +85,11 @@ def _step_sections(storage: Storage, steps: Sequence[Mapping[str, Any]]) -> Iter
         folder = f"steps/{step['id']}"
         if step["state"] == UNREADABLE:  # its error is among the steps
             continue
-        config = storage.read_json(f"{folder}/spec.json")["config"]
-        result = storage.read_json(f"{folder}/done.json")["result"] if step["state"] == "done" else {}
+        spec = read_record(storage, f"{folder}/spec.json")
+        if spec is None:  # removed: its recipe's next run writes it anew
+            continue
+        config, done = spec["config"], read_record(storage, f"{folder}/done.json")
+        result = done["result"] if done else {}
         section = Section(step["name"])
         if config["type"] == "sweep":
             if result:

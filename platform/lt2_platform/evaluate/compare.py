@@ -136,7 +136,12 @@ def standing_files(storage: Storage, paths: Sequence[str]) -> list[str]:
         *_, file = parts = path.split("/")  # <evaluation>/<task>/<depth>/samples/<file>
         name = "/".join([*parts[:-4], "evaluation.json"])
         if name not in records:
-            records[name] = storage.read_json(name) if storage.exists(name) else {"step": None, "rows": []}
+            records[name] = {"step": None, "rows": []}
+            if storage.exists(name):
+                try:
+                    records[name] = storage.read_json(name)
+                except ValueError as error:
+                    raise ConfigError(damaged(storage.join(name), error)) from error
         rows = (row for row in records[name]["rows"] if row["task"] == file.removesuffix(".jsonl"))
         row = {**next(rows, {}), "step": records[name]["step"]}
         return standing(row), storage.fs.modified(storage.join(path))
@@ -145,5 +150,12 @@ def standing_files(storage: Storage, paths: Sequence[str]) -> list[str]:
 
 
 def read_lines(storage: Storage, path: str) -> Iterator[dict[str, Any]]:
-    for line in storage.read_bytes(path).decode().splitlines():
-        yield json.loads(line)
+    try:
+        for line in storage.read_bytes(path).decode().splitlines():
+            yield json.loads(line)
+    except ValueError as error:
+        raise ConfigError(damaged(storage.join(path), error)) from error
+
+
+def damaged(file: str, error: Exception) -> str:
+    return f"{file} is damaged ({error}); remove its folder and run `lt2 eval` again"

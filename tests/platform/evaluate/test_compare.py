@@ -102,3 +102,9 @@ def test_what_cannot_be_compared_is_named(tmp_path):
     write(tmp_path / "a", {0: 1}, task="copa", depth="loops-4")
     with pytest.raises(ConfigError, match="several depths .*loops-2, loops-4"):
         compare(a, a)
+    for name in ("evaluation.json", "harness/loops-2/samples/arc_easy.jsonl"):
+        write(tmp_path / "d", {0: 1})
+        Storage(str(tmp_path / "d")).write_bytes(name, b'{"task": "arc')
+        with pytest.raises(ConfigError, match=rf"d/.*{name} is damaged \(.*\); remove its folder and run `lt2 eval`"):
+            compare(a.replace("/a", "/d"), a.replace("/a", "/d"))
+        (tmp_path / "d" / name).unlink()

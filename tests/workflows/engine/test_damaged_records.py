@@ -104,3 +104,12 @@ def test_a_report_says_which_step_is_unreadable(root):
     assert lt2("report", name, "--storage", str(root)).returncode == 0
     text = (root / f"workflows/{name}/report/report.md").read_text()
     assert f"second: {path} is not readable (it is empty); delete it to run the step again" in text
+
+
+def test_a_step_whose_done_record_was_removed_waits_and_can_be_reported(root):
+    sorted(root.glob("steps/second-*/done.json"))[0].unlink()
+    sorted(root.glob("steps/third-*/spec.json"))[0].unlink()
+    for item in list_workflows(Storage(str(root))):
+        assert lt2("report", item["id"], "--storage", str(root)).returncode == 0
+    states = [step["state"] for item in list_workflows(Storage(str(root))) for step in item["steps"]]
+    assert sorted(states) == ["done"] * 5 + ["waiting"]

@@ -72,6 +72,9 @@ def test_a_plan_says_when_the_corpus_of_a_finished_dataset_has_changed(tmp_path,
     assert "a.txt has other content and 2 more. The" in describe_prepare(step, context)
     (tmp_path / "books").rename(tmp_path / "elsewhere")
     assert "CHANGED" not in describe_prepare(step, context)  # the dataset does not need it
+    context.storage.write_bytes(f"{context.step.folder}/out/manifest.json", b'{"sources": [')
+    with pytest.raises(ConfigError, match=r"out/manifest\.json is damaged \(no JSON: .*\); "):
+        describe_prepare(step, context)
 
 
 def test_a_finished_dataset_does_not_need_a_corpus_that_is_out_of_reach(tmp_path, monkeypatch):

@@ -240,7 +240,12 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
     lease = read_record(storage, lease_path(folder, attempt))
     state = read_record(storage, f"{folder}/attempts/{attempt}/state.json")
     known = {key: (state or {}).get(key) for key in ("ended", "error")}
-    return {"state": attempt_state(state, lease, time.time()), "attempt": attempt, **known, "log": log}
+    shown = attempt_state(state, lease, time.time())
+    if shown == "done":  # done.json comes before: it was made since we looked, or removed to run the step again
+        if storage.is_file(f"{folder}/done.json"):
+            return step_state(storage, folder)
+        shown = "waiting"
+    return {"state": shown, "attempt": attempt, **known, "log": log}
 
 
 def list_workflows(storage: Storage, wanted: str | None = None) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from lt2_platform.data.sources.configs import STDLIB, describe, paths_of
 from lt2_platform.data.sources.listing import changed_since
 from lt2_platform.data.sources.paths import look_for
 from lt2_platform.data.tokenize import is_as_recorded, load_tokenizer
+from lt2_platform.remake import remaking
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
@@ -56,7 +57,11 @@ def input_changes(config: PrepareStep, context: StepContext) -> str:
     if not context.storage.exists(path):
         return ""
     made = context.storage.fs.modified(context.storage.join(path)).timestamp()
-    manifest = context.storage.read_json(path)
+    try:
+        manifest = context.storage.read_json(path)
+    except ValueError as error:
+        advice = remaking(context.out, "run its workflow again")
+        raise ConfigError(f"{context.storage.join(path)} is damaged (no JSON: {error}); {advice}") from error
     found = {
         "CORPUS": _if_in_reach(lambda: changed_since(config.parts, manifest["sources"], made)),
         "TOKENIZER": _if_in_reach(lambda: _tokenizer_changes(config.tokenizer, manifest["tokenizer"])),
