@@ -87,6 +87,8 @@ def _step_state(records: Records, step_id: str, now: float) -> dict[str, Any]:
         found |= {"state": "done", "ended": done.get("ended"), "error": None}
     elif line := records.skipped.get(_done_path(step_id)):
         found |= {"state": "unreadable", "error": line}
+    elif found["state"] == "done" and not records.storage.is_file(_done_path(step_id)):
+        found |= {"state": "waiting"}  # its record was removed, to run it again; one made since we looked is there
     return {key: found.get(key) for key in ("state", "started", "ended", "error")} | {"attempt": attempt}
 
 

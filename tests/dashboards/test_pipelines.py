@@ -142,6 +142,15 @@ def test_a_step_with_a_damaged_done_record_is_not_done(tmp_path, data):
         assert [line.startswith(f"{path}: skipped, unreadable (") for line in answer["skipped"]] == [True]
 
 
+def test_a_step_whose_done_record_was_removed_waits(tmp_path):
+    storage = Storage(str(tmp_path))
+    fill_workflow(storage)
+    storage.delete("steps/prepare-00000000/done.json")
+    storage.write_json("steps/prepare-00000000/attempts/1/state.json", {"state": "done", "ended": 0.0, "error": None})
+    (listed,) = read_workflows(storage, 0.0)["workflows"]
+    assert sorted(listed["states"]) == ["failed", "running", "waiting", "waiting"]
+
+
 @pytest.mark.parametrize("data", [b"", b"{}]", b'{"ids": []}', b'{"ids": {"a": "../b"}}'])
 def test_a_workflow_with_a_damaged_record_is_named(tmp_path, data):
     storage = Storage(str(tmp_path))
