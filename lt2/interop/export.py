@@ -130,6 +130,9 @@ def write_model(
         bos_token_id=bos_id, eos_token_id=ends if len(ends) > 1 else eos_id, pad_token_id=eos_id
     )
     wrapped.save_pretrained(folder, max_shard_size=max_shard_size)
+    mode = (folder / "config.json").stat().st_mode
+    for weights in folder.glob("*.safetensors"):  # safetensors writes for the owner alone
+        weights.chmod(mode)
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -24,11 +24,11 @@ def write_safetensors(weights: dict[str, Tensor], folder: Path, *, max_shard_byt
         shards[-1][name] = tensor.contiguous()
         filled += size
     if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        _save(shards[0], folder / "model.safetensors")
         return ["model.safetensors"]
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file, shard in zip(files, shards):
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _save(shard, folder / file)
     total = sum(t.numel() * t.element_size() for t in weights.values())
     index = {
         "metadata": {"total_size": total},
@@ -36,3 +36,10 @@ def write_safetensors(weights: dict[str, Tensor], folder: Path, *, max_shard_byt
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return [*files, "model.safetensors.index.json"]
+
+
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # what other files get here: safetensors writes for the owner alone
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(mode)

@@ -41,6 +41,7 @@ def test_certified_export_of_every_layout(tmp_path: Path, layout: str, halting: 
     assert [c["error"] for c in written["checks"]] == [c.error for c in checks]
     assert {c["tolerance"] for c in written["checks"]} == {0.0, 1e-9}
     assert {"config.json", "model.safetensors"} <= set(written["files"])
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1, "whoever reads one file reads all"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     loaded = load_exported(tmp_path / "out")
     torch.testing.assert_close(loaded(tokens(2, 9)).hidden, net(tokens(2, 9)).hidden, rtol=1e-12, atol=1e-12)

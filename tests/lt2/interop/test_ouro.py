@@ -160,6 +160,7 @@ def test_sharded_round_trip_gives_the_same_tensors_under_the_same_keys(tmp_path:
     export_ouro(net, tmp_path / "out", max_shard_bytes=2000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "whoever reads one file reads all"
     found = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
