@@ -99,6 +99,9 @@ def test_a_model_from_elsewhere_gets_a_run_of_its_own_once(tmp_path):
     assert run.state == "finished"
     assert run.config == {"evaluated": str(place)}
     assert {name for name, _, _ in index.evals} == {run.run_id}
+    lt2("eval", place, "--pack", pack, "--suite", "tasks=arc_easy", "--storage", (own := tmp_path / "own"))
+    (row, *_) = json.loads(lt2("compare", place, next(own.glob("evals/*/*")), "--storage", own, "--json"))
+    assert row["p_value"] == 1  # a model's folder means its evaluation, as it does to lt2 eval
 
 
 def test_rulers_tasks_are_made_and_added(tmp_path):

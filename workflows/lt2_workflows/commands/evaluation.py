@@ -117,7 +117,9 @@ def evaluate(
 
 
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="A run's name, or the folder of an evaluation.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A run's name, a model's folder, or the folder of an evaluation.")
+    ],
     b: Annotated[str, typer.Argument(metavar="B")],
     storage: StorageOption = None,
     json_: JsonOption = False,
@@ -211,17 +213,22 @@ def located(root: Storage, name: str) -> tuple[str, str]:
     place = find_checkpoint(root, name)
     if place != name:
         return place, root.relative(place).split("/")[1]
-    if "://" not in name:
-        path = Path(name).expanduser().resolve()
-        if not path.exists():
-            raise config_error(f"{name} does not exist; give a checkpoint, a model folder, or a run (`lt2 status`)")
-        place = str(path)
+    if "://" not in name and not Path(name).expanduser().exists():
+        raise config_error(f"{name} does not exist; give a checkpoint, a model folder, or a run (`lt2 status`)")
+    return outside(name)
+
+
+def outside(path: str) -> tuple[str, str]:
+    """As `located`, of a model that is not a run of the store but a path or URI."""
+    place = path if "://" in path else str(Path(path).expanduser().resolve())
     return place, f"eval-{Path(place).stem}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def evaluation_folder(root: Storage, name: str) -> str:
+    """Where the evaluations are of a run, a workflow, or a model's path that was evaluated; else a folder of them."""
     if "/" in name:
-        return name
+        run = outside(name)[1]
+        return root.join("evals", run) if root.exists(f"evals/{run}") else name
     root.check_readable()
     run = name if root.exists(f"evals/{name}") else located(root, name)[1]  # a workflow's name means its run
     if not root.exists(f"evals/{run}"):
