@@ -29,7 +29,8 @@ def diagnostics_rows(config: DiagnosticsConfig, model: LoopedLM, context: TaskCo
     spans = list(beginnings(context.dataset, bos_id=bos, count=config.documents, length=config.length))
     if not spans:
         raise ConfigError(
-            f"no held-out document of {context.dataset.uri} begins with {SHORTEST} tokens of its row; hold out more"
+            f"no held-out document of {context.dataset.uri} begins with {SHORTEST} tokens of its row; prepare with a "
+            "larger validation_fraction"
         )
     device = model.embed.weight.device
     found = [(len(span), unrolled(model, torch.from_numpy(span)[None].to(device))) for span in spans]
@@ -37,14 +38,15 @@ def diagnostics_rows(config: DiagnosticsConfig, model: LoopedLM, context: TaskCo
 
 
 def beginnings(dataset: PackedDataset, *, bos_id: int | None, count: int, length: int) -> Iterator[np.ndarray]:
-    """The first `length` tokens, or what of them its row holds, of `count` documents; each begins with its BOS."""
+    """The first `length` tokens, or what of them its row holds, of `count` documents, which begin with their BOS."""
     left = count
     for index in range(min(dataset.n_sequences, ROWS_READ)):
         batch = dataset.batch([index])
         tokens, doc_ids = batch["tokens"][0], batch["doc_ids"][0]
         for document in np.unique(doc_ids[doc_ids >= 0]):
             (places,) = np.nonzero(doc_ids == document)
-            begins = document > 0 or tokens[0] == bos_id  # a row's document 0 may have begun in the row before
+            # A row's document 0 may have begun in the row before; without a BOS only the split's first row tells.
+            begins = document > 0 or index == 0 or tokens[0] == bos_id
             if begins and len(places) >= SHORTEST and left:
                 left -= 1
                 yield tokens[places[:length]]

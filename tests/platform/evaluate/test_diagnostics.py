@@ -38,6 +38,13 @@ def test_documents_are_read_from_their_beginning(dataset):
     assert len(again) == 4  # document 0 of row 1 begins with BOS, but is too short
 
 
+def test_the_splits_first_row_begins_a_document_without_bos_too(dataset, monkeypatch):
+    monkeypatch.setattr(diagnostics, "SHORTEST", 5)
+    spans = list(beginnings(dataset, bos_id=None, count=9, length=99))
+    assert [len(span) for span in spans] == [5, 8, 8, 8, 8]  # no other row's document 0 may count as begun there
+    assert spans[0].tolist() == dataset.batch([0])["tokens"][0, :5].tolist()
+
+
 def test_readings_are_those_of_the_library(dataset):
     net = model()
     rows = diagnostics_rows(DiagnosticsConfig(documents=2), net, context(dataset))
