@@ -120,7 +120,10 @@ def held_out_rows(dataset: PackedDataset, part: HeldOut) -> range:
     if part != "all" and n == 1:
         raise ConfigError(f"{dataset.uri}: one {dataset.split} sequence has no halves; raise validation_fraction")
     if not found:
-        raise ConfigError(f"{dataset.uri}: no {dataset.split} sequences; prepare with a larger validation_fraction")
+        raise ConfigError(
+            f"{dataset.uri}: no {dataset.split} sequences; prepare two or more different documents with a "
+            "validation_fraction above 0"
+        )
     return found
 
 

@@ -23,6 +23,7 @@ def folder(tmp_path):
     write("good.txt", "some text " * 50)
     write("long.jsonl", '{"text": "ok"}\n\n' + json.dumps({"text": "x" * 1000}) + "\n")
     write("other.jsonl", '{"body": "x", "id": 1}\n' * 3)
+    write("chats.jsonl", '{"messages": [{"role": "user", "content": "x"}], "id": 1}\n')
     write("bad.jsonl", '{"text": null}\n{broken\n{"text": ""}\n')
     write("blank.jsonl", "\n\n")
     write("nothing.jsonl", "")
@@ -50,6 +51,11 @@ def folder(tmp_path):
         (
             {"source": "{}/other.jsonl"},
             "{}/other.jsonl has no column 'text' (columns: body, id); set prepare.text_column",
+        ),
+        (
+            {"source": "{}/chats.jsonl"},
+            "{}/chats.jsonl has no column 'text' (columns: messages, id); "
+            "for conversations the source is {type: openthoughts, path: …, format: jsonl}",
         ),
         (
             {"source": "{}/long.jsonl", "shard_sequences": 16},

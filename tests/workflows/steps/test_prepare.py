@@ -155,6 +155,18 @@ def test_rows_that_were_left_out_are_counted_beside_all_of_them_with_the_reasons
     assert prepare.left_out(manifest) == "3 of 11 rows could not be used (unknown role)"
 
 
+@pytest.mark.parametrize(("held_out", "fraction", "said"), [(0, 0.01, True), (0, 0, False), (1, 0.01, False)])
+def test_data_of_which_nothing_could_be_held_out_is_told(tmp_path, monkeypatch, held_out, fraction, said):
+    split = {"documents": held_out, "sequences": 1, "tokens": 9, "unigram_entropy": 1.0}
+    manifest = {"tokenizer": {}, "seq_len": 8, "quarantine": {"rows": 0}, "splits": {"validation": split}}
+    monkeypatch.setattr(prepare, "join_ray", lambda: None)
+    monkeypatch.setattr(prepare, "prepare", lambda config, out: manifest)
+    step = PrepareStep(validation_fraction=fraction)
+    workflow, told = Workflow("one", {"prepare": step}), []
+    prepare.run_prepare(step, StepContext(Storage(str(tmp_path)), workflow, workflow.steps["prepare"], told.append))
+    assert [values["message"].split(",")[0] for values in told] == ["nothing is held out"] * said
+
+
 OWN = """
 from typing import ClassVar, Literal
 from lt2_workflows.graph import StepConfig, step_type

@@ -98,6 +98,10 @@ def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
     if manifest["quarantine"].get("rows"):
         folder = context.storage.join(context.step.folder, "out/quarantine")
         context.progress({"message": f"{left_out(manifest)}: {folder} says which"})
+    if config.validation_fraction and not manifest["splits"]["validation"]["documents"]:
+        context.progress(
+            {"message": "nothing is held out, so no evaluation can use this data: it has no two different documents"}
+        )
     kept = ("documents", "sequences", "tokens", "unigram_entropy")
     splits = {name: {key: split[key] for key in kept} for name, split in manifest["splits"].items()}
     return {

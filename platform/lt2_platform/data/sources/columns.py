@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
-from lt2_platform.data.sources.configs import FileSource
+from lt2_platform.data.sources.configs import CONVERSATION_COLUMNS, ColumnSource, FileSource
 from lt2_platform.storage import arrow_filesystem
 from lt2_platform.storage_errors import is_of_the_store
 
@@ -60,4 +60,7 @@ def check_columns(file: SourceFile, source: FileSource, present: Sequence[str]) 
         if not any(column in present for column in alternatives):
             wanted = " or ".join(f"'{column}'" for column in alternatives)
             listed = ", ".join(present) or "none"
-            raise ConfigError(f"{file.name} has no column {wanted} (columns: {listed}); {source.fix}")
+            fix = source.fix
+            if isinstance(source, ColumnSource) and any(column in present for column in CONVERSATION_COLUMNS):
+                fix = f"for conversations the source is {{type: openthoughts, path: …, format: {file.format}}}"
+            raise ConfigError(f"{file.name} has no column {wanted} (columns: {listed}); {fix}")

@@ -170,6 +170,8 @@ class DclmConfig(FileSource):
 Template = Literal["chatml", "llama3", "plain"]
 """How the turns of a conversation are written."""
 
+CONVERSATION_COLUMNS = ("conversations", "messages")
+
 
 class OpenThoughtsConfig(FileSource):
     """OpenThoughts: conversations with long reasoning, in `conversations` ({from, value}) or `messages`, and `system`.
@@ -190,7 +192,7 @@ class OpenThoughtsConfig(FileSource):
 
     @property
     def columns(self) -> tuple[tuple[str, ...], ...]:
-        return (("conversations", "messages"),)
+        return (CONVERSATION_COLUMNS,)
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
