@@ -222,6 +222,13 @@ class ModelConfig(Config):
         return self
 
 
+WANTED = {  # where pydantic speaks of Python's classes, to people who write YAML and JSON
+    "tuple_type": "a list, such as [1, 2]",
+    "model_type": "fields, {name: value, …}",
+    "model_attributes_type": "a type and its fields, {type: …, name: value, …}",
+}
+
+
 def explain(error: ValidationError, source: str = "config") -> str:
     """One line per problem of a pydantic error: where, what is wrong, and the nearest valid key."""
     lines = []
@@ -231,6 +238,11 @@ def explain(error: ValidationError, source: str = "config") -> str:
             key = str(item["loc"][-1])
             near = get_close_matches(key, _sibling_keys(error, item["loc"]), n=1)
             lines.append(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        elif item["type"] in WANTED:
+            given, wanted = str(item["input"]), WANTED[item["type"]]
+            if item.get("ctx", {}).get("class_name") in {cls.__name__ for cls in _subclasses(Extension)}:
+                wanted = WANTED["model_attributes_type"]
+            lines.append(f"{where}: give {wanted}, not {given[:40] + '…' * (len(given) > 40)}")
         else:
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"{where}: {message}")

@@ -276,8 +276,7 @@ def _keys(loc: tuple[int | str, ...], raw: Any) -> tuple[str, ...]:
     keys: list[str] = []
     here = raw
     for index, part in enumerate(loc):
-        inside = isinstance(here, dict) and part in here or isinstance(here, list) and isinstance(part, int)
-        if inside:
+        if isinstance(here, dict) and part in here or isinstance(here, list) and part in range(len(here)):
             here = here[part]  # type: ignore[index]
         elif index < len(loc) - 1:
             continue

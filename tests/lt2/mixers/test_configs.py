@@ -89,7 +89,7 @@ def test_bad_layouts_name_the_rule_and_the_values(case):
 def test_an_error_of_a_whole_config_is_named_by_its_source_alone():
     with pytest.raises(ValidationError) as caught:
         ModelConfig.model_validate(3)
-    assert explain(caught.value).startswith("config: Input should be a valid dictionary")
+    assert explain(caught.value).startswith("config: give fields, {name: value, …}, not 3")
 
 
 @pytest.mark.parametrize(
