@@ -236,8 +236,10 @@ def explain(error: ValidationError, source: str = "config") -> str:
         where = ": ".join([source, ".".join(str(part) for part in item["loc"])] if item["loc"] else [source])
         if item["type"] == "extra_forbidden":
             key = str(item["loc"][-1])
-            near = get_close_matches(key, _sibling_keys(error, item["loc"]), n=1)
-            lines.append(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            siblings = _sibling_keys(error, item["loc"])
+            near = [] if key in siblings else get_close_matches(key, siblings, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; another type has it" if key in siblings else ""
+            lines.append(f"{where}: unknown key {key!r}{hint}")
         elif item["type"] in WANTED:
             given, wanted = str(item["input"]), WANTED[item["type"]]
             if item.get("ctx", {}).get("class_name") in {cls.__name__ for cls in _subclasses(Extension)}:

@@ -90,6 +90,12 @@ def test_setting_the_same_type_keeps_its_siblings():
             "quickstart: evaluate.tasks.0.batchsize: unknown key 'batchsize'; did you mean 'batch_size'?",
         ),
         ("quickstart", ["pretrain.train.betas=[0.9]"], "quickstart: pretrain.train.betas.1: Field required"),
+        (
+            "quickstart",
+            ["pretrain.model.layout.mixer.window=64"],
+            "pretrain.model.layout.mixer.window: unknown key 'window'; another type has it",
+        ),
+        (CHAIN, ["first=null"], "first: a step is a type and its fields, {type: …, name: value, …}, not None"),
         ("quickstart", ["evaluate.loops=4"], "quickstart: evaluate.loops: give a list, such as [1, 2], not 4"),
         ("quickstart", ["evaluate.loops=[2, 0]"], "evaluate.loops: loops [2, 0]: give different depths of at least 1"),
         (
@@ -173,3 +179,9 @@ def test_mistakes_in_yaml_have_a_line(tmp_path, old, new, message):
         load_workflow(str(path))
     assert message in str(caught.value)
     assert str(caught.value).startswith(str(path))
+
+
+def test_a_record_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "dag.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"dag\.json is not text in UTF-8 \(byte 0\)"):
+        load_workflow(str(tmp_path / "dag.json"))

@@ -73,8 +73,10 @@ def workflow_from_record(
         from lt2_workflows import steps, sweeps  # noqa: F401  register the shipped types
     for name, raw in record["steps"].items():
         place = _place(source, lines, ("steps", name, "type"))
-        kind = kinds[name]
-        if not isinstance(raw, dict) or not isinstance(kind, str) or kind not in STEP_TYPES:
+        if not isinstance(raw, dict):
+            problems.append(f"{place}: {name}: a step is a type and its fields, {{type: …, name: value, …}}, not {raw}")
+            continue
+        if not isinstance(kind := raw.get("type"), str) or kind not in STEP_TYPES:
             problems.append(f"{place}: {name}.type: unknown step type {kind!r}{nearest(kind, STEP_TYPES)}")
             continue
         try:
@@ -205,13 +207,15 @@ def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]
         raise ConfigError(f"recipe record {path} does not exist")
     try:
         loaded = YAML(typ="rt").load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML 1.2
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8 (byte {error.start}); it is no record of a workflow") from None
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"{path}:{line}: {(error.problem or 'duplicate key').splitlines()[0]}; keep one") from None
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
-    except (UnicodeDecodeError, YAMLError) as error:  # of a file that is no text
+    except YAMLError as error:  # of control characters
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     steps = loaded.get("steps") if isinstance(loaded, dict) else None
     if not isinstance(steps, dict) or not isinstance(loaded.get("workflow"), str):
