@@ -117,6 +117,18 @@ def test_a_plan_tells_what_is_missing_and_the_rest_all_the_same(tmp_path):
     assert f"\n  web.source: source {tmp_path}/no/dclm does not exist; give a file" in missing
 
 
+def test_a_steps_name_where_a_reference_belongs_is_told(tmp_path):
+    steps = {
+        "prepare": {"type": "prepare", "source": "python-stdlib"},
+        "score": {"type": "evaluate", "checkpoint": f"{tmp_path}/no", "data": "prepare"},
+    }
+    workflow = workflow_from_record({"workflow": "w", "steps": steps}, source="test")
+    run, data = sorted(problems(workflow, Storage(str(tmp_path / "s")), list(workflow.steps.values())))
+    assert data.startswith("score.data: prepare is not a finished dataset")
+    assert data.endswith("; to read the step of that name, refer to it: {step: prepare}")
+    assert "refer to it" not in run
+
+
 def test_what_is_there_is_fine(tmp_path):
     workflow = mistaken(tmp_path)
     for place, text in {

@@ -181,6 +181,14 @@ def test_mistakes_in_yaml_have_a_line(tmp_path, old, new, message):
     assert str(caught.value).startswith(str(path))
 
 
+def test_functions_that_may_be_recipes_are_named_where_none_says_that_it_is(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from lt2_workflows.graph import Workflow\n\n\ndef tiny():\n    return Workflow('w', {})\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine\.py:NAME \(known: tiny\)"):
+        load_workflow(str(tmp_path / "mine.py"))
+
+
 def test_a_record_that_is_no_text_is_named(tmp_path):
     (tmp_path / "dag.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"dag\.json is not text in UTF-8 \(byte 0\)"):

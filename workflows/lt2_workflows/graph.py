@@ -151,6 +151,15 @@ class Workflow:
     part_of: str | None = None
     shared: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.configs, Mapping):
+            raise ConfigError(f"workflow {self.name}: steps are given as a dict, name -> step")
+        for name, config in self.configs.items():
+            if not isinstance(config, StepConfig):
+                raise ConfigError(
+                    f"workflow {self.name}: step {name} is a {type(config).__name__}, not a step's config"
+                )
+
     @cached_property
     def steps(self) -> dict[str, Step]:
         """All steps in an order in which they can run."""

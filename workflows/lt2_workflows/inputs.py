@@ -43,8 +43,9 @@ def problems(workflow: Workflow, storage: Storage, pending: Iterable[Step], *, e
     with ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(lambda each: _problem(*each, elsewhere=elsewhere), named))
     fields: dict[str, dict[str, None]] = {}  # by what is wrong with them
-    for names, text in zip(named.values(), texts, strict=True):
+    for (uri, _), names, text in zip(named, named.values(), texts, strict=True):
         if text:
+            text += f"; to read the step of that name, refer to it: {{step: {uri}}}" * (uri in workflow.configs)
             fields.setdefault(text, {}).update(dict.fromkeys(names))
     lines = [f"{', '.join(names)}: {text}" for text, names in fields.items()]
     return [*dict.fromkeys(_gone(workflow, storage, pending)), *lines]

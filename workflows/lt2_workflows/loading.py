@@ -179,7 +179,9 @@ def _function_in_file(path: str, function: str) -> Callable[[], Workflow]:
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         if not function:
-            own = [name for name, _ in inspect.getmembers(module, _is_recipe)]
+            own = [name for name, _ in inspect.getmembers(module, _is_recipe)] or [
+                name for name in names if getattr(vars(module)[name], "__module__", None) == module.__name__
+            ]
             raise ConfigError(f"{path}: say which of its functions is the recipe, {path}:NAME{nearest('', own)}")
         raise ConfigError(f"{path} has no function {function!r}{nearest(function, names)}")
     return cast(Callable[[], Workflow], found)
