@@ -42,6 +42,12 @@ class MixerConfig(Extension):
     weights: ClassVar[str]
     run_fields: ClassVar[frozenset[str]] = frozenset({"type"})
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if isinstance(cls.model_fields["type"].default, str) and not hasattr(cls, "weights"):
+            raise ConfigError(f"mixer {cls.__name__} has no `weights`: the name of its parameters, such as its type")
+
     def check(self, dims: Dims) -> None:
         """Raise ValueError, naming the rule and the values, when this mixer cannot be built at `dims`."""
 

@@ -78,7 +78,10 @@ class Extension(Config):
                 own = "one of your own also needs its file, as source"
             known = ", ".join(sorted(cls.kinds))
             raise ValueError(f"unknown {cls.noun} type {name!r}{hint} (known: {known}; {own})")
-        return cls.kinds[name].model_validate(value)
+        found = cls.kinds[name].model_validate(value)
+        if value.get("source") and hasattr(found, "module"):
+            found.implementation()  # a wrong name shows here, not in a worker hours later
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A config from a user's file is pickled as data: another process cannot import its class by name."""
@@ -88,10 +91,18 @@ class Extension(Config):
         return base.read, (self.model_dump(),)  # pyright: ignore[reportAttributeAccessIssue]
 
     def implementation(self) -> Any:
-        """What `module` names: the class or function that does the work."""
+        """What `module` names: the class or function that does the work. Raises ConfigError if nothing is there."""
+        cls = type(self)
+        if not hasattr(cls, "module"):
+            raise ConfigError(f"{cls.__name__} has no `module`: the name of the class or function that does the work")
         module, _, name = self.module.partition(":")
-        home = importlib.import_module(module) if name else sys.modules[type(self).__module__]
-        return getattr(home, name or module)
+        home = importlib.import_module(module) if name else sys.modules[cls.__module__]
+        found = getattr(home, name or module, None)
+        if found is None:
+            raise ConfigError(
+                f"{cls.__name__} names {name or module!r} as its `module`, but {home.__file__} defines no such thing"
+            )
+        return found
 
 
 def load_source(path: str) -> ModuleType:

@@ -82,7 +82,9 @@ def load_mixer(target: str, fields: Mapping[str, Any]) -> MixerConfig:
             there = f"it has {', '.join(own)}" if own else "it has none; see docs/extending.md"
             raise ConfigError(f"{path} defines no MixerConfig named {name!r}; {there}" if name else f"{path}: {there}")
         cls = own[name] if name else next(iter(own.values()))
-        return cls(source=path, **fields)
+        config = cls(source=path, **fields)
+        config.implementation()
+        return config
     except ValidationError as error:
         raise ConfigError(explain(error, target)) from error
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from lt2.analysis import accounting
 from lt2.config import MixerConfig, ModelConfig, UniformLayout
-from lt2.model import LoopedLM, build
+from lt2.model import Block, LoopedLM, build
 
 TOLERANCE = 1e-9
 VOCAB = 61
@@ -200,12 +201,33 @@ CHECKS: dict[str, Callable[[Sample], float]] = {
 def sample_model(sample: Sample, seed: int = 0) -> LoopedLM:
     """A small fp64 model whose zero-initialised parameters (rho, gates) are drawn too, so that they take part."""
     model = build(sample.config, seed=seed).double()
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for module in block.mixers.values():
+            module.register_forward_hook(check_output)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return model
+
+
+def check_output(module: Module, args: tuple[Any, ...], output: Any) -> None:
+    """A forward hook. Raises TypeError unless a mixer returned (output (B, L, D), auxiliary loss (B,), () or None)."""
+    x = args[0]
+    returns = f"{type(module).__name__}.forward must return (output (B, L, D), auxiliary loss or None)"
+    if not isinstance(output, tuple) or len(output) != 2:
+        raise TypeError(f"{returns}, not a {type(output).__name__}")
+    y, aux = output
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        raise TypeError(f"{returns}; its output is {_kind(y)} where its input is {_kind(x)}")
+    if aux is not None and (not isinstance(aux, Tensor) or aux.shape not in ((), x.shape[:1])):
+        raise TypeError(f"{returns}; the loss is a tensor, of each row (B,) or one of all, not {_kind(aux)}")
+
+
+def _kind(value: Any) -> str:
+    return f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def sample_tokens(sample: Sample) -> Tensor:

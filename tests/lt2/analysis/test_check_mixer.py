@@ -38,6 +38,13 @@ class MovingSumConfig(MixerConfig):
     def sequence_flops(self, dims, seq_len):
         return 0.0 if self.fault == "no flops" else 2.0 * dims.dim
 
+RETURNED = {
+    "no loss": lambda x: x,
+    "shorter": lambda x: (x[:, 1:], None),
+    "loss of tokens": lambda x: (x, x.sum(-1)),
+    "loss is a number": lambda x: (x, 0.5),
+}
+
 class MovingSum(nn.Module):
     def __init__(self, config, dims):
         super().__init__()
@@ -72,6 +79,8 @@ class MovingSum(nn.Module):
             cache["state"] = state
         elif cache is not None:
             cache["state"].copy_(state)
+        if spec.fault in RETURNED:
+            return RETURNED[spec.fault](x)
         return self.o_proj(torch.stack(outputs, 1)), None
 """
 
@@ -122,6 +131,40 @@ def test_values_that_only_init_gives_are_refused_by_name(source, fault, reason):
     config = ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": mixer}})
     with pytest.raises(ConfigError, match=reason):
         build(config)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no loss", "(output (B, L, D), auxiliary loss or None), not a Tensor"),
+        ("shorter", "its output is (3, 23, 32) where its input is (3, 24, 32)"),
+        ("loss of tokens", "of each row (B,) or one of all, not (3, 24)"),
+        ("loss is a number", "of each row (B,) or one of all, not a float"),
+    ],
+)
+def test_what_forward_returns_is_told_against_what_it_must(source, fault, message):
+    (causality,) = (
+        check
+        for check in check_mixer(f"{source}:MovingSumConfig", fields={"fault": fault}).checks
+        if check.name == "causality"
+    )
+    assert "MovingSum.forward must return" in causality.detail
+    assert message in causality.detail
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('= "MovingSum"', '= "MovingSun"', r"names 'MovingSun' as its `module`, but .*moving_sum\.py defines no such"),
+        ('    module: ClassVar[str] = "MovingSum"\n', "", "MovingSumConfig has no `module`: the name of the class"),
+        ('    weights: ClassVar[str] = "moving_sum"\n', "", "mixer MovingSumConfig has no `weights`: the name of its"),
+    ],
+)
+def test_a_config_that_does_not_say_what_runs_it_is_refused_when_it_is_read(tmp_path, old, new, message):
+    assert old in SOURCE
+    (tmp_path / "moving_sum.py").write_text(SOURCE.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        check_mixer(f"{tmp_path}/moving_sum.py")
 
 
 def test_a_field_that_is_not_written_fails_the_round_trip(source):

@@ -27,8 +27,12 @@ def check_mixer(
 ) -> None:
     """Check a mixer of your own, in fp64: decoding, padding, packed documents, caches, accounting, gradients."""
     from lt2.analysis.check_mixer import check_mixer as run_checks
+    from lt2.config import ConfigError
 
-    report = run_checks(mixer, fields=read_json(fields, "--fields"), dim=dim, num_heads=num_heads, seq_len=seq_len)
+    given = read_json(fields, "--fields")
+    if not isinstance(given, dict):
+        raise ConfigError(f"--fields {fields}: give an object, such as '{{\"window\": 8}}'")
+    report = run_checks(mixer, fields=given, dim=dim, num_heads=num_heads, seq_len=seq_len)
     typer.echo(str(report))
     raise typer.Exit(0 if report.passed else 1)
 
