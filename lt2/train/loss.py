@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lt2.extension import ConfigError
 from lt2.ops.cross_entropy import cross_entropy_
 
 if TYPE_CHECKING:
@@ -196,3 +197,30 @@ def per_token(aux: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
 
 def build_next_token(config: NextTokenConfig, train: TrainConfig) -> Objective:
     return next_token_objective(document_mask=train.document_mask, z_loss=train.z_loss)
+
+
+def checked(name: str, objective: Any) -> Objective:
+    """A user's objective, whose every result is compared with what `Objective` says; then it raises ConfigError."""
+    wanted = f"objective {name!r} must return (loss, number of tokens, metrics by name), tensors of one number each"
+    if not callable(objective):
+        raise ConfigError(f"the function of objective {name!r} must return the objective, not {objective!r}")
+
+    def run(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        returned = objective(model, batch)
+        if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[2], dict):
+            raise ConfigError(f"{wanted}; it returned {_kind(returned)}")
+        loss, n_tokens, metrics = returned
+        for key, value in {"the loss": loss, "the number of tokens": n_tokens, **metrics}.items():
+            if not isinstance(value, Tensor) or value.shape != ():
+                raise ConfigError(f"{wanted}; {key} is {_kind(value)}")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ConfigError(f"{wanted}; the loss has no gradient (was it detached?)")
+        return loss, n_tokens, metrics
+
+    return run
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_kind, value))})"
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

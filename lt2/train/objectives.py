@@ -28,7 +28,12 @@ class ObjectiveConfig(Extension):
 
         teacher: a frozen LoopedLM for objectives that need one; None where its top-k comes with the batches.
         """
-        return self.implementation()(self, train, *([teacher] if self.needs_teacher else []))
+        built = self.implementation()(self, train, *([teacher] if self.needs_teacher else []))
+        if not self.source:
+            return built
+        from lt2.train.loss import checked
+
+        return checked(self.type, built)
 
     def check(self, model: ModelConfig, train: TrainConfig) -> None:
         """Raise ConfigError, naming the fix, where this objective cannot train `model` as `train` says."""

@@ -75,6 +75,30 @@ def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):
     torch.testing.assert_close(loss, 3 * plain)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "n_tokens, metrics\n    return",
+            "n_tokens\n    return",
+            r"it returned \(a tensor of \(\), a tensor of \(\)\)$",
+        ),
+        ("config.factor * loss,", "loss.item(),", "the loss is a float$"),
+        ("config.factor * loss,", "loss.expand(3),", r"the loss is a tensor of \(3,\)$"),
+        ("config.factor * loss,", "loss.detach(),", "the loss has no gradient"),
+        (" n_tokens, metrics\n    return", " 7, metrics\n    return", "the number of tokens is a int$"),
+        ("metrics\n    return", "{'mine': [1]}\n    return", "mine is a list$"),
+        ("    return objective", "", "must return the objective, not None"),
+    ],
+)
+def test_what_an_objective_of_ones_own_returns_is_told_against_what_it_must(tmp_path, model, old, new, message):
+    assert old in OWN
+    (tmp_path / "scaled.py").write_text(OWN.replace(old, new))
+    config = train_config(objective={"type": "scaled", "source": str(tmp_path / "scaled.py")})
+    with pytest.raises(ConfigError, match=message):
+        config.objective.build(config)(model, batch())
+
+
 @pytest.mark.parametrize("name", ["act", "dsa", "exit gate and dsa"])
 def test_auxiliary_losses_are_the_same_whatever_the_micro_batches(name):
     dsa = {"type": "dsa", "top_k": 3, "index_dim": 8, "index_rope_dim": 4}
