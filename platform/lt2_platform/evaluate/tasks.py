@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +87,8 @@ def run_tasks(
             context.progress({"message": f"{name}, {loops_text(depth.n_loops)}" + (", early exit" * depth.early_exit)})
             with Spent(view) as spent, torch.inference_mode():
                 found = task.run(view, replace(context, out=f"{context.out}/{name}/{depth.name}"))
+            if not isinstance(found, Iterable) or isinstance(found, Mapping | str):
+                raise ConfigError(f"task {name} returned {found!r}; give a list of rows")
             place = {"task": name, "n_loops": depth.n_loops, "early_exit": depth.early_exit, **spent.summary()}
             rows += [placed(checked(name, row), place) for row in found]
     return rows

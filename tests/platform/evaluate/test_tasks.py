@@ -192,6 +192,13 @@ def test_rows_that_cannot_be_stored_are_refused(tmp_path, monkeypatch):
             run_tasks([PerplexityConfig()], model(), context(tmp_path))
 
 
+@pytest.mark.parametrize("returned", [None, {"metric": "m", "value": 1.0}])
+def test_a_task_that_returns_no_list_is_told_so(tmp_path, monkeypatch, returned):
+    monkeypatch.setattr(PerplexityConfig, "run", lambda *_: returned)
+    with pytest.raises(ConfigError, match=r"^task perplexity returned .*; give a list of rows$"):
+        run_tasks([PerplexityConfig()], model(), context(tmp_path))
+
+
 def test_proportions_have_the_standard_error_of_a_sample_mean():
     hits = [1.0, 0.0, 1.0, 1.0]
     row = proportion("acc", 3, 4)
