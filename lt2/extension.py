@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -105,8 +106,16 @@ class Extension(Config):
         return found
 
 
+_loading = threading.RLock()
+
+
 def load_source(path: str) -> ModuleType:
     """A user's Python file as a module, imported once, under a name derived from its absolute path."""
+    with _loading:  # while one thread imports it, another must not find it half defined
+        return _load_source(path)
+
+
+def _load_source(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"source {path!r} does not exist; give the path of the Python file that defines it")

@@ -82,7 +82,8 @@ def test_curves_by_tokens_and_by_flops(tmp_path):
     ) as writer:
         writer.log(1, {"loss": 1.0, "tokens": 10})
     (note,) = curves(Source(str(tmp_path)), runs=["unknown"], x="flops").notes
-    assert note.startswith("unknown is not on this axis: its model cannot be counted")
+    said = "unknown is not on this axis: its model cannot be counted: settings: vocab_size: Field required"
+    assert note.startswith(said)
 
 
 def test_runs_that_differ_in_their_seeds_only_are_drawn_as_one(tmp_path):

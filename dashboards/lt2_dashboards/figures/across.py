@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from lt2.config import ConfigError, ModelConfig
+from lt2_dashboards.figures.store import why
 from lt2_platform.results.store import RunInfo
 
 X = Literal["step", "tokens", "flops", "time"]
@@ -57,4 +58,4 @@ def _flops(model: str, seq_len: int) -> float | str:
     try:
         return training_flops(ModelConfig.model_validate(fields), seq_len)
     except (ValidationError, ConfigError, TypeError) as error:  # e.g. a mixer that this process does not know
-        return f"its model cannot be counted: {str(error).splitlines()[0][:120]}"
+        return f"its model cannot be counted: {why(error)}"

@@ -11,7 +11,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels
-from lt2_dashboards.figures.store import architecture, known_runs, rows_of
+from lt2_dashboards.figures.store import architecture, known_runs, rows_of, why
 from lt2_dashboards.queries import Source
 
 LENGTHS = [2**power for power in range(10, 21)]  # 1k to 1M tokens
@@ -99,7 +99,7 @@ def own_models(source: Source, runs: list[str] | None) -> tuple[dict[str, ModelC
             for measure in (mixing_flops, cache_bytes):  # a mixer may lack what these need
                 measure(model, LENGTHS[0])
         except (ValidationError, ConfigError, TypeError) as error:
-            problems.append(f"{run} is left out: {str(error).splitlines()[0][:120]}")
+            problems.append(f"{run} is left out: {why(error)}")
             continue
         found[run] = model
     return found, problems

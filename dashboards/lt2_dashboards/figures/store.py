@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lt2.config import ConfigError
+from pydantic import ValidationError
+
+from lt2.config import ConfigError, explain
 from lt2.layout import realised_ratio
 from lt2_dashboards.figures.paper import TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
@@ -224,3 +226,9 @@ def label(mixer: str) -> str:
 def _type(mixer: Any) -> str | None:
     kind = mixer.get("type") if isinstance(mixer, Mapping) else None
     return kind if isinstance(kind, str) else None
+
+
+def why(error: Exception) -> str:
+    """Why settings are no model: the first of their mistakes, or another error's first line."""
+    text = explain(error, "settings") if isinstance(error, ValidationError) else str(error)
+    return text.splitlines()[0][:200]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, Dims, MixerConfig, ModelConfig, explain
+from lt2.config import ConfigError, Dims, MixerConfig, ModelConfig, explain, load_source
 
 MODEL = {"vocab_size": 61, "dim": 32, "n_layers": 2, "n_loops": 2, "num_heads": 2}
 
@@ -136,3 +137,10 @@ def test_parameter_cost(mixer, size):
     with torch.device("meta"):
         module = build_mixer(config, Dims(dim=1024, num_heads=16))
     assert sum(p.numel() for p in module.parameters()) / 1024**2 == pytest.approx(size, abs=0.02)
+
+
+def test_threads_that_read_a_file_at_once_find_it_whole(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.5)\nDONE = True\n")
+    with ThreadPoolExecutor(4) as pool:
+        whole = pool.map(lambda path: hasattr(load_source(path), "DONE"), [str(tmp_path / "slow.py")] * 4)
+    assert list(whole) == [True] * 4
