@@ -120,6 +120,9 @@ def check_request(
     top_p: float | None,
 ) -> None:
     for row, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+            kind = type(prompt).__name__
+            raise ConfigError(f"prompt {row} is a {kind}; give each as a list of token ids (of a tensor: .tolist())")
         if not prompt:
             raise ConfigError(f"prompt {row} has no tokens; start it with the tokenizer's BOS")
         if not (min(prompt) >= 0 and max(prompt) < vocab_size):

@@ -44,6 +44,12 @@ def test_a_depth_below_one_is_refused_not_replaced(n_loops: int):
         generate(net, [[1]], max_new_tokens=2, n_loops=n_loops)
 
 
+@pytest.mark.parametrize(("prompts", "kind"), [(torch.tensor([[1, 2]]), "Tensor"), ([1, 2], "int"), ("text", "str")])
+def test_prompts_that_are_no_lists_of_ids_are_told(prompts, kind: str):
+    with pytest.raises(ConfigError, match=rf"prompt 0 is a {kind}; give each as a list of token ids"):
+        generate(model(HYBRID), prompts, max_new_tokens=1)
+
+
 def test_a_temperature_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="temperature is nan"):
         generate(model(), [[1]], max_new_tokens=2, temperature=float("nan"))
