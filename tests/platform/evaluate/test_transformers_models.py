@@ -200,6 +200,14 @@ def test_an_exported_folder_gives_the_numbers_of_its_checkpoint(tmp_path):
     assert vocabulary == ModelSource(str(folder)).load_tokenizer().vocabulary == tokenizer.vocabulary
 
 
+def test_a_folder_whose_weights_are_cut_is_named(tmp_path):
+    folder = save_folder(tmp_path / "llama", bos=True)
+    weights = tmp_path / "llama" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"^the weights in .*/llama are damaged \(.+\); copy or export it again$"):
+        load(ModelSource(folder))
+
+
 def test_needles_made_for_another_vocabulary_are_refused_for_a_folder(tmp_path):
     folder = save_folder(tmp_path / "model", bos=True)
     made = pa.Table.from_pylist(needles.make("niah_single_1", ByteTokenizer(), 900, samples=1))

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from lt2.config import ConfigError
@@ -69,7 +70,10 @@ class ModelSource:
 
         logging.disable_progress_bar()  # a second of loading; it would stand between our own lines
         options = {"gguf_file": self.gguf} if self.gguf else {}
-        model = AutoModelForCausalLM.from_pretrained(self.place, dtype=getattr(torch, self.dtype), **options)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(self.place, dtype=getattr(torch, self.dtype), **options)
+        except SafetensorError as error:
+            raise ConfigError(f"the weights in {self.place} are damaged ({error}); copy or export it again") from error
         return cast(nn.Module, model).to(this_device())
 
     def identity(self) -> str:
