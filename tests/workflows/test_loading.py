@@ -97,7 +97,6 @@ def test_setting_the_same_type_keeps_its_siblings():
         ),
         (CHAIN, ["first=null"], "first: a step is a type and its fields, {type: …, name: value, …}, not None"),
         ("quickstart", ["evaluate.loops=4"], "quickstart: evaluate.loops: give a list, such as [1, 2], not 4"),
-        ("quickstart", ["evaluate.loops=[2, 0]"], "evaluate.loops: loops [2, 0]: give different depths of at least 1"),
         (
             "quickstart",
             ["pretrain.model.layout.mixer=gdn"],

@@ -42,16 +42,6 @@ class TaskConfig(Extension):
 AnyTask = Annotated[SerializeAsAny[TaskConfig], BeforeValidator(TaskConfig.read)]
 
 
-def check_depths(loops: tuple[int, ...]) -> tuple[int, ...]:
-    """Raises ConfigError for a depth below 1, or given twice."""
-    if loops and (min(loops) < 1 or len(set(loops)) < len(loops)):
-        raise ConfigError(f"loops {list(loops)}: give different depths of at least 1, e.g. [1, 2, 4, 8]")
-    return loops
-
-
-Depths = Annotated[tuple[int, ...], AfterValidator(check_depths)]
-
-
 class PerplexityConfig(TaskConfig):
     """Loss (nats per token) and perplexity on the held-out split of the data."""
 
