@@ -7,7 +7,7 @@ from typing import Any
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import MAX_COMPARED, known
-from lt2_platform.evaluate.compare import Item, own_depth, paired, scores
+from lt2_platform.evaluate.compare import Item, NoItemsError, own_depth, paired, scores
 from lt2_platform.results.store import RunInfo
 
 Scores = dict[tuple[str, str], dict[Item, float]]
@@ -28,7 +28,7 @@ def significance(source: Source, run_ids: list[str]) -> dict[str, Any]:
     for run in runs:
         try:
             found[run.run_id] = _scores(source, run)
-        except ValueError as error:  # a line of its samples is no JSON
+        except ConfigError as error:  # a file is damaged
             skipped.append(f"the items of {run.run_id} cannot be read ({str(error)[:80]})")
     first = found.get(runs[0].run_id, {}) if runs else {}
     pairs = {run.run_id: _against(first, found.get(run.run_id, {})) for run in runs[1:]}
@@ -41,7 +41,7 @@ def _scores(source: Source, run: RunInfo) -> Scores:
         return {}
     try:
         return scores(source.storage.join(folder), own_depth(run.config))
-    except ConfigError:  # evaluated at other depths only
+    except NoItemsError:  # evaluated at other depths only
         return {}
 
 

@@ -27,6 +27,10 @@ class PackedConfig(MixerConfig):
     module: ClassVar[str] = "Packed"
     weights: ClassVar[str] = "packed"
     type: Literal["packed-for-a-job"] = "packed-for-a-job"
+
+
+class Packed:
+    pass
 """
 
 

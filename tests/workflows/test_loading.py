@@ -151,12 +151,6 @@ def test_yaml_record(tmp_path):
     assert load_workflow(str(path)).steps["first"].config.lines == 10  # type: ignore[attr-defined]
 
 
-def test_a_record_that_is_no_text(tmp_path):
-    (tmp_path / "x.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"x\.json: not valid YAML: 'utf-8' codec can't decode byte 0xff"):
-        load_workflow(str(tmp_path / "x.json"))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

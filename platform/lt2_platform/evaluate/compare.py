@@ -94,6 +94,10 @@ def sign_test(fewer: int, n: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
+class NoItemsError(ConfigError):
+    """There is nothing to compare, at the depth asked for."""
+
+
 def own_depth(config: Mapping[str, Any]) -> str | None:
     """Of a run's settings the folder of evaluations at the depth that it was trained at, such as "loops-4"."""
     settings = flatten(config)
@@ -112,7 +116,7 @@ def scores(folder: str, depth: str | None = None) -> dict[Key, dict[Item, float]
     storage = Storage(folder)
     paths = storage.glob(f"**/{depth}/samples/*.jsonl" if depth else "**/samples/*.jsonl")
     if not paths:
-        raise ConfigError(f"{folder} holds no evaluation with samples; run `lt2 eval` first")
+        raise NoItemsError(f"{folder} holds no evaluation with samples; run `lt2 eval` first")
     depths = {path.rsplit("/", 3)[-3]: path.rsplit("/", 2)[0] for path in paths if path.count("/") >= 2}
     if len(depths) > 1:
         raise ConfigError(
