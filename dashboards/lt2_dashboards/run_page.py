@@ -13,7 +13,7 @@ from lt2_dashboards.figures.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.records import Records
 from lt2_dashboards.steps import spec_path, step_states
-from lt2_platform.evaluate.repeats import standing
+from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import RunInfo, differences, flatten
 from lt2_platform.results.tables import as_text, total_steps
@@ -125,14 +125,13 @@ def _value(run: RunInfo, metric: str) -> float | None:
 
 def _evals(snapshot: Snapshot, run_ids: list[str]) -> list[dict[str, Any]]:
     """By result the values of the runs, their standard errors and how many items they are of; None where unknown."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for run, name, row in snapshot.evals(run_ids):
-        if row.get("value") is not None and "layer" not in row:  # readings inside a model are no results of it
-            of_run = found.setdefault(result_name(name, row), {})
-            if run not in of_run or standing(row) >= standing(of_run[run]):
-                of_run[run] = row
+    found = counting(
+        ((result_name(name, row), run), row)
+        for run, name, row in snapshot.evals(run_ids)
+        if row.get("value") is not None and "layer" not in row  # readings inside a model are no results of it
+    )
     parts = {"values": "value", "errors": "stderr", "items": "n"}
     return [
-        {"key": key} | {name: [rows.get(run, {}).get(part) for run in run_ids] for name, part in parts.items()}
-        for key, rows in sorted(found.items())
+        {"key": key} | {name: [found.get((key, run), {}).get(part) for run in run_ids] for name, part in parts.items()}
+        for key in sorted({key for key, _ in found})
     ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
-from lt2_platform.evaluate.repeats import standing
+from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.results.tables import flatten
@@ -162,17 +162,16 @@ def _evaluations(
             result = storage.read_json(f"steps/{step['id']}/done.json")["result"]
             lists = [value for value in result.values() if isinstance(value, list)] if isinstance(result, dict) else []
             returned |= {_identity(result.get("run"), row) for rows in lists for row in rows if isinstance(row, dict)}
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for run, name, row in store.index().evals:
-        if run not in ids or "layer" in row or row.get("value") is None or name == "sweep":
-            continue
-        if _identity(run, row) in returned:
-            continue
-        known = found.setdefault(run, {})
-        key = result_name(name, row)
-        if key not in known or standing(row) >= standing(known[key]):
-            known[key] = row | {"result": key}
-    return {run: list(rows.values()) for run, rows in found.items()}
+    later = [
+        ((run, result_name(name, row)), row)
+        for run, name, row in store.index().evals
+        if run in ids and "layer" not in row and row.get("value") is not None and name != "sweep"
+        if _identity(run, row) not in returned
+    ]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for (run, result), row in counting(later).items():
+        found.setdefault(run, []).append(row | {"result": result})
+    return found
 
 
 def _identity(run: Any, row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Row = TypeVar("Row", bound=Mapping[str, Any])
 
 
 def standing(row: Mapping[str, Any]) -> tuple[int, bool, int]:
@@ -14,6 +17,15 @@ def standing(row: Mapping[str, Any]) -> tuple[int, bool, int]:
     those that say nothing (of tasks without limits, or stored before rows said so) compare with quick looks by `n`.
     """
     return _count(row.get("step")), "limit" in row and row["limit"] is None, _count(row.get("n"))
+
+
+def counting(rows: Iterable[tuple[Key, Row]]) -> dict[Key, Row]:
+    """Of all rows of a key, in the order of writing, the one that counts; keys as they first appear."""
+    found: dict[Key, Row] = {}
+    for key, row in rows:
+        if key not in found or standing(row) >= standing(found[key]):
+            found[key] = row
+    return found
 
 
 def _count(value: Any) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lt2_platform.evaluate.repeats import standing
+from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.index import Index
 from lt2_platform.results.tables import UNITS, flatten
 
@@ -24,12 +24,9 @@ def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
         for run_id, name, row in index.evals
         if _is_number(row.get("value")) and "layer" not in row  # readings inside a model are no results of it
     ]
-    counting: dict[tuple[str, str], Mapping[str, Any]] = {}
+    chosen = counting(((run_id, name), row) for run_id, name, row in evaluations)
     for run_id, name, row in evaluations:
-        if standing(row) >= standing(counting.get((run_id, name), row)):
-            counting[run_id, name] = row
-    for run_id, name, row in evaluations:
-        counts = counting[run_id, name] is row
+        counts = chosen[run_id, name] is row
         yield run_id, _row(row.get("step"), name, row["value"], row.get("unit") or "", counts=counts)
 
 
