@@ -9,6 +9,7 @@ import torch
 from lt2.analysis.device_parity import check
 from lt2.config import mixer_types
 from lt2.ops.dispatch import attention_backend, backend_for, startup_problems
+from lt2.train.loop import autocast_dtype
 from lt2_platform.doctor.finding import Finding
 
 PART = "kernels"
@@ -46,8 +47,9 @@ def parity(mixer: str, device: torch.device) -> Finding:
 
 def _dtype(device: torch.device) -> torch.dtype:
     """As training has it there."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return autocast_dtype("auto", device) or torch.float32
 
 
 def _name(device: torch.device) -> str:
-    return f"{torch.cuda.get_device_name(device)}, bf16" if device.type == "cuda" else "CPU, fp32"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return f"{name}, {'bf16' if _dtype(device) == torch.bfloat16 else 'fp32'}"

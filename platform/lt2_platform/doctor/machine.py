@@ -51,10 +51,10 @@ def shared_memory(size: int, memory: int) -> Finding:
     said = f"{size / GIB:.1f} GiB in {SHARED_MEMORY}"
     if size >= OBJECT_STORE * memory:
         return Finding(PART, "shared memory", "ok", said)
-    wanted = f"{OBJECT_STORE * memory / GIB:.0f} GiB"
+    wanted = f"{OBJECT_STORE * memory / GIB:.0f}"
     said += (
-        f", less than the {wanted} that Ray takes for objects: it uses files instead, which are slower; give the "
-        f"container more (docker run --shm-size={OBJECT_STORE * memory / GIB:.0f}g, an emptyDir of medium Memory)"
+        f", less than the {wanted} GiB that Ray takes for objects: it uses files instead, which are slower; give the "
+        f"container more (docker run --shm-size={wanted}g, an emptyDir of medium Memory)"
     )
     return Finding(PART, "shared memory", "note", said)
 

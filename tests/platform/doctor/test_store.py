@@ -1,5 +1,6 @@
 """Stores that keep what LT2 builds on, and stores that do not."""
 
+import errno
 import os
 
 import pytest
@@ -26,6 +27,19 @@ def test_a_store_that_cannot_be_written(tmp_path):
     (found,) = store(Storage(str(tmp_path / "file" / "root")))
     assert found.state == "PROBLEM"
     assert "a part of the path is a file" in found.said
+
+
+def test_a_full_disk_is_told_and_left_as_it_was(tmp_path, monkeypatch):
+    class Full(Storage):
+        def write_bytes(self, path: str, data: bytes) -> None:
+            if len(data) > 10**6:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().write_bytes(path, data)
+
+    *_, last = store(Full(str(tmp_path)))
+    assert last.state == "PROBLEM"
+    assert "No space left on device" in last.said
+    assert list(tmp_path.iterdir()) == []
 
 
 class WithoutConditions(Storage):
