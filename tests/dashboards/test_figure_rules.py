@@ -1,0 +1,174 @@
+"""Which runs, depths and seeds figures put together, how they call them, and how sure they say they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lt2_dashboards.figures.store import architecture
+from lt2_dashboards.queries import Source
+from lt2_dashboards.run_page import compare_page, run_page
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
+
+from .drawn import figure, ours, series
+from .paper_store import add, cells, hybrid, readings, scores, uniform
+
+
+def at_depth(n_loops: int, value: float, *, early_exit: bool = False) -> dict:
+    return {"task": "piqa", "metric": "acc", "value": value, "n_loops": n_loops, "early_exit": early_exit}
+
+
+def test_a_score_at_another_depth_is_not_the_models_own(tmp_path):
+    """Wherever it is stored: evaluations while training once kept all depths under one name."""
+    store = ResultsStore(Storage(str(tmp_path)))
+    rows = [at_depth(n, n / 10) for n in (1, 2, 4, 8)]
+    rate = {"metric": "decode_tokens_per_s", "batch_size": 1, "context": 1024, "early_exit": False}
+    rates = [rate | {"value": 100.0 / n, "n_loops": n} for n in (4, 8)]
+    add(store, "four", uniform("full"), at=100.0, training=rows + rates, depth=rows)
+    add(store, "only-eight", uniform("full"), at=200.0, training=[at_depth(8, 0.8)])
+    exits = [at_depth(4, 0.4), at_depth(4, 0.5, early_exit=True)]
+    add(store, "halting", uniform("full"), at=300.0, halting={"type": "act"}, training=[*exits[::-1]])
+    source = Source(str(tmp_path))
+    shown = {row[0]: row[6] for row in ours(figure(source, "downstream"))}  # PIQA
+    assert shown == {"four": 40.0, "halting": 50.0}
+    assert [row[5] for row in figure(source, "throughput").rows if row[0] == "four"] == [25.0]
+
+
+def test_a_table_over_depths_names_them(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    rows = [at_depth(1, 0.1), at_depth(4, 0.4), at_depth(4, 0.5, early_exit=True)]
+    add(store, "four", uniform("full"), at=100.0, depth=rows, diagnostics=readings(4, 5))
+    source = Source(str(tmp_path))
+    names = [f"depth/piqa/acc/{each}" for each in ("1 loops", "4 loops", "4 loops, early exit")]
+    assert [row["key"] for row in compare_page(source, ["four"])["evals"]] == names
+    stored = source.snapshot().query("SELECT metric FROM numbers WHERE contains(metric, '/') ORDER BY metric")
+    assert [metric for (metric,) in stored] == names
+
+
+def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
+    """One store holds sweeps over loops and over ratios, of two sizes and two learning rates."""
+    store = ResultsStore(Storage(str(tmp_path)))
+
+    def pair(name: str, ppl: float, parameters: int = 1000, *, ratio: str = "1:4", **fields: Any) -> None:
+        train = fields.pop("train", {})
+        for seed in (0, 1):
+            add(store, f"{name}-{seed}", hybrid(ratio=ratio), at=100.0, train=train | {"seed": seed},
+                validation=scores(ppl + seed, None, parameters), **fields)  # fmt: skip
+
+    for n_loops in (1, 2, 4, 8):
+        pair(f"loops-{n_loops}", 20.0 - n_loops, n_loops=n_loops)
+    pair("wider", 9.0, 1010, ratio="1:1", n_loops=2)
+    pair("larger", 5.0, 2000, n_loops=2, n_layers=10)
+    pair("faster", 30.0, train={"lr": 0.01})
+    found = figure(Source(str(tmp_path)), "hybrid")
+    means = {(row[2], row[4]): row[5] for row in ours(found) if row[0].startswith("mean of")}
+    assert {row[0] for row in ours(found) if row[0].startswith("mean of")} == {"mean of 2"}
+    assert means == {
+        ("1:4", "T = 1, 1k"): 19.5,
+        ("1:4", "T = 2, 1k"): 18.5,
+        ("1:1", "T = 2, 1.01k"): 9.5,
+        ("1:4", "T = 2, 2k"): 5.5,
+        ("1:4", "T = 4, 1k, lr=0.001"): 16.5,
+        ("1:4", "T = 4, 1k, lr=0.01"): 30.5,
+        ("1:4", "T = 8, 1k"): 12.5,
+    }
+    whiskers, line = series(found, "this store, mean, T = 2, 1k to 1.01k")
+    assert [point and point["value"] for point in line["data"]] == [None, 9.5, 18.5, None, None, None]
+    assert line["data"][2]["detail"] == "mean of 2, ± 0.707"
+    assert whiskers["data"][3:5] == [["1:1", 8.79289], ["1:1", 10.2071]]
+    assert (line["yAxisIndex"], whiskers["yAxisIndex"]) == (1, 1)
+    points = {each["name"]: each["data"] for each in found.option["series"] if each["type"] == "scatter"}
+    assert list(points) == [f"this store, T = {n}" for n in (1, 2, 4, 8)]
+    assert {"name": "loops-8-0: T = 8, 1k, attention in 1 of 5 layers", "value": ["1:4", 12.0]} in points[
+        "this store, T = 8"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_layers", "told"),
+    [
+        (hybrid(ratio="1:6"), 20, "2 of 20 layers (1:9 for 1:6)"),
+        (hybrid(ratio="1:4"), 20, "4 of 20 layers"),
+        (hybrid(ratio="1:4", pattern="bookend"), 21, "4 of 21 layers (4:17 for 1:4)"),
+        (hybrid(ratio="0:1"), 5, "0 of 5 layers"),
+        (hybrid(ratio="0:0"), 5, None),
+        (hybrid(ratio="many"), 5, None),
+        (uniform("gdn"), 5, None),
+    ],
+)
+def test_a_run_tells_in_how_many_layers_its_attention_really_is(tmp_path, layout, n_layers, told):
+    add(ResultsStore(Storage(str(tmp_path))), "one", layout, at=1.0, n_layers=n_layers)
+    assert run_page(Source(str(tmp_path)), "one")["attention_in"] == told
+
+
+def test_a_gate_is_compared_at_one_depth(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for n_loops, gate in ((2, None), (4, "elementwise"), (8, None), (8, "elementwise")):
+        layout = uniform("mla", gate=gate)
+        add(store, f"{gate}-{n_loops}", layout, at=1.0, n_loops=n_loops, validation=scores(9.0, None, 1000))
+    assert {row[0] for row in ours(figure(Source(str(tmp_path)), "output_gate"))} == {"None-8", "elementwise-8"}
+
+
+def test_throughput_has_bars_between_quartiles(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    rows = [row | {"q1": row["value"] - 5.0, "q3": row["value"] + 10.0} for row in cells({(1, 1024): 50.0})]
+    add(store, "measured", uniform("gdn"), at=1.0, validation=rows)
+    found = figure(Source(str(tmp_path)), "throughput")
+    bars, medians = (each for each in series(found, "measured") if each["xAxisIndex"] == 1)
+    assert bars["data"][:2] == [[10.0, 45.0], [10.0, 60.0]]
+    assert medians["data"][0]["detail"] == "quartiles 45 to 60"
+    assert any("quartile" in note for note in found.notes)
+    assert not any("quartile" in note for note in figure(Source(str(tmp_path / "none")), "throughput").notes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_loops", "title"),
+    [
+        (uniform("full"), 1, "Transformer"),
+        (uniform("full"), 4, "Looped Transformer"),
+        (hybrid(), 4, "Looped Hybrid (Full+GDN)"),
+        (hybrid("dsa"), 4, "Looped Hybrid (GDN+DSA)"),
+        (hybrid("window"), 1, "Hybrid (GDN+Window)"),
+        (
+            {"type": "random", "attention": {"type": "full"}, "mixer": {"type": "gdn"}},
+            4,
+            "Looped Random hybrid (Full+GDN)",
+        ),
+        ({"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}}, 4, "Looped Hybrid (Full+GDN)"),
+        (uniform("somebodys"), 2, "Looped somebodys"),
+    ],
+)
+def test_architectures_have_the_papers_names(layout, n_loops, title):
+    found = architecture({"model": {"layout": layout, "n_loops": n_loops}})
+    assert found is not None
+    assert found.title == title
+    assert architecture({"layout": layout, "n_loops": n_loops}) == found  # configs without a "model"
+
+
+@pytest.mark.parametrize("config", [{}, {"layout": 3}, {"model": {"layout": {"type": "uniform"}}}, {"model": None}])
+def test_configs_without_a_layout_have_no_architecture(config):
+    assert architecture(config) is None
+
+
+def test_depth_has_error_bars_and_names_what_there_is(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    store.create_run("r", {"config": {}}).close()
+    row = {"task": "copa", "metric": "acc", "early_exit": False}
+    rows = [row | {"n_loops": n, "flops_per_token": 10.0 * n, "value": 0.5, "stderr": 0.125} for n in (1, 2)]
+    store.log_eval("r", "depth", rows)
+    source = Source(str(tmp_path))
+    bars, scores = figure(source, "depth", task="copa", metric="acc").option["series"]
+    assert bars["data"][:3] == [[10.0, 0.375], [10.0, 0.625], [None, None]]
+    assert [point["detail"] for point in scores["data"]] == ["± 0.125"] * 2
+    assert figure(source, "depth").option["empty"].endswith("There are: copa, acc.")
+
+
+def test_pareto_links_to_the_quality_that_there_is(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    store.create_run("r", {"config": {}}).close()
+    store.log_eval("r", "validation", [{"metric": "perplexity", "value": 9.0, "parameters": 1000}])
+    found = figure(Source(str(tmp_path)), "pareto")
+    assert found.notes[-1] == "1 runs have the perplexity."
+    assert found.links == {found.notes[-1]: {"quality": "perplexity"}}
