@@ -71,6 +71,5 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def build_exit_gate(config: ExitGateConfig, train: TrainConfig) -> Objective:
-    if train.z_loss:
-        raise ConfigError("objective 'exit_gate' has no z-loss; set train.z_loss to 0")
+    config.refuse_z_loss(train)
     return exit_gate_objective(entropy_weight=config.entropy_weight, document_mask=train.document_mask)

@@ -42,7 +42,8 @@ class ObjectiveConfig(Extension):
         """What the learning rate of the parameter called `name` is multiplied by; 0 freezes it."""
         return 1.0
 
-    def _has_no_z_loss(self, train: TrainConfig) -> None:
+    def refuse_z_loss(self, train: TrainConfig) -> None:
+        """Raise ConfigError where `train` asks for the z-loss that this objective does not have."""
         if train.z_loss:
             raise ConfigError(f"objective {self.type!r} has no z-loss; set train.z_loss to 0")
 
@@ -65,7 +66,7 @@ class ExitGateConfig(ObjectiveConfig):
     entropy_weight: float = Field(default=0.05, ge=0)
 
     def check(self, model: ModelConfig, train: TrainConfig) -> None:
-        self._has_no_z_loss(train)
+        self.refuse_z_loss(train)
         if model.halting is None or model.halting.type != "exit_gate":
             raise ConfigError(
                 "objective 'exit_gate' trains the gate of a model with halting.type 'exit_gate'; set both"
@@ -84,7 +85,7 @@ class AlignConfig(ObjectiveConfig):
     loss: Literal["mse", "l2"] = "mse"
 
     def check(self, model: ModelConfig, train: TrainConfig) -> None:
-        self._has_no_z_loss(train)
+        self.refuse_z_loss(train)
         if model.layout.type != "kept" or not model.layout.both:
             raise ConfigError(
                 "objective 'align' trains a student that holds its teacher (layout 'kept' with both: true); a step of "
@@ -119,7 +120,7 @@ class DistillConfig(ObjectiveConfig):
     rest_lr_scale: float = Field(default=0.07, ge=0)
 
     def check(self, model: ModelConfig, train: TrainConfig) -> None:
-        self._has_no_z_loss(train)
+        self.refuse_z_loss(train)
         if self.rest_lr_scale == 0 and not has_new_mixers(model):
             raise ConfigError(
                 "objective 'distill' with rest_lr_scale 0 trains new mixers alone, and every layer keeps its "

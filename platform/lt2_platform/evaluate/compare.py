@@ -140,17 +140,22 @@ def standing_files(storage: Storage, paths: Sequence[str]) -> list[str]:
         *_, file = parts = path.split("/")  # <evaluation>/<task>/<depth>/samples/<file>
         name = "/".join([*parts[:-4], "evaluation.json"])
         if name not in records:
-            records[name] = {"step": None, "rows": []}
-            if storage.exists(name):
-                try:
-                    records[name] = storage.read_json(name)
-                except ValueError as error:
-                    raise ConfigError(damaged(storage.join(name), error)) from error
+            records[name] = _record(storage, name)
         rows = (row for row in records[name]["rows"] if row["task"] == file.removesuffix(".jsonl"))
         row = {**next(rows, {}), "step": records[name]["step"]}
         return standing(row), storage.fs.modified(storage.join(path))
 
     return list({path.rsplit("/", 1)[-1]: path for path in sorted(paths, key=place)}.values())
+
+
+def _record(storage: Storage, name: str) -> dict[str, Any]:
+    """What an evaluation says of itself; an empty one for none."""
+    if not storage.exists(name):
+        return {"step": None, "rows": []}
+    try:
+        return storage.read_json(name)
+    except ValueError as error:
+        raise ConfigError(damaged(storage.join(name), error)) from error
 
 
 def read_lines(storage: Storage, path: str) -> Iterator[dict[str, Any]]:

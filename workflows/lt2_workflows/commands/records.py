@@ -17,6 +17,7 @@ from lt2_workflows.commands.evaluation import JsonOption, StorageOption
 MAX_NOTE = 2_000  # characters
 
 if TYPE_CHECKING:
+    from lt2_platform.results.index import Index
     from lt2_platform.storage import Storage
 
 
@@ -89,8 +90,7 @@ def results(
     root = readable(storage)
     store = ResultsStore(root)
     index = store.index()
-    known = {*index.runs, *(run for run, _, _ in index.evals)}
-    chosen = runs_named(root, known, runs, f"with numbers; runs in {root.root}") if runs else None
+    chosen = runs_named(root, _runs(index), runs, f"with numbers; runs in {root.root}") if runs else None
     rows = store.results(chosen, index=index)
     if metrics is not None:
         rows = [row for row in rows if fnmatchcase(row["metric"], metrics)]
@@ -108,6 +108,10 @@ def results(
         if any(not row["counts"] for row in mine):
             columns.append("counts")
         typer.echo(table([row | {"counts": "" if row["counts"] else "no"} for row in mine], columns) + "\n")
+
+
+def _runs(index: Index) -> set[str]:
+    return {*index.runs, *(run for run, _, _ in index.evals)}
 
 
 def runs_named(root: Storage, known: Collection[str], names: Sequence[str], what: str) -> list[str]:
@@ -138,8 +142,7 @@ def note(
 
     root = readable(storage)
     store = ResultsStore(root)
-    index = store.index()
-    if run not in {*index.runs, *(known for known, _, _ in index.evals)}:
+    if run not in _runs(store.index()):
         raise ConfigError(f"no run {run!r} in {root.root}; `lt2 results` lists them")
     if len(text) > MAX_NOTE:
         raise ConfigError(f"the note has {len(text):,} characters; at most {MAX_NOTE:,}")
