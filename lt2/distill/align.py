@@ -20,8 +20,8 @@ from lt2.sequence import SequenceInfo
 from lt2.train.loss import Objective
 
 if TYPE_CHECKING:
+    from lt2.train.batch import Batch
     from lt2.train.config import TrainConfig
-    from lt2.train.loop import Batch
     from lt2.train.objectives import AlignConfig
 
 

@@ -17,8 +17,8 @@ from lt2.train.loss import IGNORE, Objective, next_token_targets, per_token
 
 if TYPE_CHECKING:
     from lt2.model import LoopedLM
+    from lt2.train.batch import Batch
     from lt2.train.config import TrainConfig
-    from lt2.train.loop import Batch
     from lt2.train.objectives import DistillConfig
 
 

@@ -14,8 +14,8 @@ from lt2.config import ConfigError, ExitGate
 from lt2.train.loss import IGNORE, Objective, chunked_cross_entropy, next_token_targets, per_token
 
 if TYPE_CHECKING:
+    from lt2.train.batch import Batch
     from lt2.train.config import TrainConfig
-    from lt2.train.loop import Batch
     from lt2.train.objectives import ExitGateConfig
 
 

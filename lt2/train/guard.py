@@ -19,7 +19,7 @@ from lt2.train.loss import Objective
 from lt2.train.parallel import Sharding, reshard
 
 if TYPE_CHECKING:
-    from lt2.train.loop import Batch
+    from lt2.train.batch import Batch
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from lt2.extension import ConfigError
 from lt2.ops.cross_entropy import cross_entropy_
 
 if TYPE_CHECKING:
+    from lt2.train.batch import Batch
     from lt2.train.config import TrainConfig
-    from lt2.train.loop import Batch
     from lt2.train.objectives import NextTokenConfig
 
 IGNORE = -100

@@ -11,18 +11,18 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError
 from lt2_platform.data import mixture, units
+from lt2_platform.data.cut import write_splits
 from lt2_platform.data.live import on_the_fly
 from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION, describe_sources, refuse_empty, write_quarantine
-from lt2_platform.data.pack import HASH_SPACE, entropy, forced_threshold, holdout_threshold, spans
+from lt2_platform.data.pack import HASH_SPACE, forced_threshold, holdout_threshold
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.sources.configs import (
     STDLIB,
@@ -37,7 +37,7 @@ from lt2_platform.data.sources.configs import (
 from lt2_platform.data.sources.readers import bad_beginnings
 from lt2_platform.data.spread import some_ray, spread
 from lt2_platform.data.tokenize import Tokenizer, describe, load_tokenizer
-from lt2_platform.data.units import SPLITS, Job, Shard, Unit, tokenize_unit, write_shard
+from lt2_platform.data.units import SPLITS, Job, Unit, tokenize_unit
 from lt2_platform.storage import Storage, absolute
 
 SHARD_TOKENS = 4 * 2**20
@@ -151,7 +151,7 @@ def _build(
     if not _cleared(storage):
         return None
     streams, mixed = _streams(config, work, records)
-    splits = _write_splits(records, streams, chosen, parallelism)
+    splits = write_splits(records, streams, chosen, parallelism)
     manifest = _common(config, tokenizer, file, fingerprint) | {
         "sources": describe_sources(config.source, config.parts, files, work, records),
         "splits": splits,
@@ -185,7 +185,7 @@ def _build_live(
         )
     if not _cleared(storage):
         return None
-    splits = _write_splits(records, {"validation": mixture.whole(records, "validation")}, job, parallelism)
+    splits = write_splits(records, {"validation": mixture.whole(records, "validation")}, job, parallelism)
     unknown = {"files": [], "sequences": None, "tokens": None, "dropped_tokens": 0, "documents": None}
     splits["train"] = unknown | {"unigram_entropy": splits["validation"]["unigram_entropy"]}
     return _common(config, tokenizer, file, fingerprint) | {
@@ -255,49 +255,6 @@ def _tokenize(work: Sequence[Unit], job: Job, parallelism: int | None) -> list[d
         tokens += sum(record["tokens"].values())
         logger.info("tokenised %d of %d units, %s tokens", len(records), len(work), f"{tokens:,}")
     return sorted(records, key=lambda record: record["unit"])
-
-
-def _write_splits(
-    records: Sequence[dict[str, Any]], streams: dict[str, list[mixture.Segment]], job: Job, parallelism: int | None
-) -> dict[str, Any]:
-    totals = {split: sum(segment.tokens for segment in stream) for split, stream in streams.items()}
-    # The end of the training stream that fills no row is dropped; validation keeps it, padded.
-    rows = {
-        split: total // job.width if split == "train" else -(-total // job.width) for split, total in totals.items()
-    }
-    if rows.get("train") == 0:
-        raise ConfigError(
-            f"the corpus has {totals['train']:,} training tokens, fewer than one sequence of seq_len + 1 = "
-            f"{job.width:,}; lower prepare.seq_len or add text"
-        )
-    shards = [shard for split in streams for shard in _shards(streams[split], job, split, rows[split], totals[split])]
-    files: dict[str, list[dict[str, Any]]] = {split: [] for split in streams}
-    counts = {split: np.zeros(1, dtype=np.int64) for split in streams}
-    for done, (file, shard_counts) in enumerate(spread(write_shard, shards, job, parallelism), start=1):
-        logger.info("wrote %d of %d shards", done, len(shards))
-        split = file["path"].split("/")[0]
-        files[split].append(file)
-        counts[split] = counts[split] + shard_counts
-    return {
-        split: {
-            "files": sorted(files[split], key=lambda file: file["path"]),
-            "sequences": rows[split],
-            "tokens": min(rows[split] * job.width, totals[split]),
-            "dropped_tokens": max(0, totals[split] - rows[split] * job.width),
-            "documents": sum(record["documents"].get(split, 0) for record in records),
-            "unigram_entropy": entropy(counts[split]),
-        }
-        for split in streams
-    }
-
-
-def _shards(stream: Sequence[mixture.Segment], job: Job, split: str, rows: int, total: int) -> Iterator[Shard]:
-    counts = [segment.tokens for segment in stream]
-    for index, first in enumerate(range(0, rows, job.shard_sequences)):
-        sequences = min(job.shard_sequences, rows - first)
-        start, stop = first * job.width, min((first + sequences) * job.width, total)
-        cuts = [(stream[part].unit, begin, end) for part, begin, end in spans(counts, start, stop)]
-        yield Shard(split, index, first, sequences, tuple(cuts))
 
 
 def _fingerprint(config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[sources.SourceFile]) -> str:

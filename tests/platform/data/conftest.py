@@ -3,12 +3,10 @@
 import json
 import shutil
 import tempfile
-from contextlib import nullcontext
 
 import pytest
 
-from lt2_platform.data import prepare
-from tests.platform.data.corpora import write_corpus
+from tests.platform.data.corpora import in_turn, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +33,7 @@ def local_ray(s3_environment):
 
 @pytest.fixture
 def no_ray(monkeypatch):
-    """prepare() does its work in this process, one item after another."""
-    monkeypatch.setattr(prepare, "some_ray", lambda parallelism: nullcontext())
-    monkeypatch.setattr(prepare, "spread", lambda function, items, shared, limit: (function(i, shared) for i in items))
+    in_turn(monkeypatch)
 
 
 @pytest.fixture

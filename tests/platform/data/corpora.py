@@ -2,10 +2,13 @@
 
 import json
 import random
+from contextlib import nullcontext
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
+
+from lt2_platform.data import cut, prepare
 
 WORDS = [
     "loop",
@@ -59,3 +62,10 @@ def expected_pieces(content: bytes, piece: int = 128 * 1024) -> list[str]:
         if blanks or newline:
             cuts.append(start + min(blanks or newline))
     return [content[a:b].decode() for a, b in zip(cuts, [*cuts[1:], len(content)], strict=True)]
+
+
+def in_turn(patch):
+    """prepare() does its work in this process, one item after another, while `patch` (a MonkeyPatch) holds."""
+    patch.setattr(prepare, "some_ray", lambda parallelism: nullcontext())
+    for module in (prepare, cut):
+        patch.setattr(module, "spread", lambda function, items, shared, limit: (function(i, shared) for i in items))

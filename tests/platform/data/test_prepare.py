@@ -178,8 +178,8 @@ class Kill(logging.Handler):
         if record.getMessage().startswith(sys.argv[3]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-logging.getLogger("lt2_platform.data.prepare").addHandler(Kill())
-logging.getLogger("lt2_platform.data.prepare").setLevel(logging.INFO)
+logging.getLogger("lt2_platform.data").addHandler(Kill())
+logging.getLogger("lt2_platform.data").setLevel(logging.INFO)
 sources.UNIT_BYTES = sources.PIECE_BYTES
 prepare(PrepareConfig.model_validate_json(sys.argv[1]), sys.argv[2], parallelism=1)
 """

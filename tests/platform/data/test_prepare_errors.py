@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.data import cut, tokenize
 from lt2_platform.data import prepare as module
-from lt2_platform.data import tokenize
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.stream import PackedDataset
@@ -128,8 +128,8 @@ def test_a_process_that_was_overtaken_breaks_nothing(folder, no_ray, monkeypatch
         refuse = module.refuse_empty
         monkeypatch.setattr(module, "refuse_empty", lambda *args: (overtake(), refuse(*args)))
     else:
-        write = module.write_shard
-        monkeypatch.setattr(module, "write_shard", lambda shard, job: (overtake(), write(shard, job))[1])
+        write = cut.write_shard
+        monkeypatch.setattr(cut, "write_shard", lambda shard, job: (overtake(), write(shard, job))[1])
     manifest = prepare(config, out)
     assert overtaken
     assert manifest["splits"]["train"]["sequences"] > 0

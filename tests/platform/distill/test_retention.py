@@ -1,7 +1,5 @@
 """The report on what students keep, and the items they are asked."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 
@@ -14,6 +12,7 @@ from lt2_platform.distill.retention import draw, retention_rows
 from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.storage import Storage
+from tests.platform.data.corpora import in_turn
 
 ROWS = [
     {"task": "perplexity", "metric": "loss", "value": 1.0, "n_loops": 2},
@@ -48,9 +47,8 @@ def dataset(tmp_path_factory):
     config = prepare.PrepareConfig(
         source=str(root / "*.txt"), tokenizer="byte", seq_len=256, validation_fraction=0.5, shard_sequences=64
     )
-    with pytest.MonkeyPatch.context() as patch:  # in this process, one item after another
-        patch.setattr(prepare, "some_ray", lambda parallelism: nullcontext())
-        patch.setattr(prepare, "spread", lambda function, items, shared, limit: (function(i, shared) for i in items))
+    with pytest.MonkeyPatch.context() as patch:
+        in_turn(patch)
         prepare.prepare(config, str(root / "data"))
     return PackedDataset(str(root / "data"), "validation")
 
