@@ -52,6 +52,15 @@ def test_objective_equals_its_definition(chunk_rows: int):
     assert net.halt.weight.grad.abs().max() > 0
 
 
+def test_auxiliary_losses_are_added():
+    """With the entropy term 0, what is beside the expected cross entropy is the indexer's loss, which is no gain."""
+    sparse = {"type": "dsa", "top_k": 3, "index_dim": 8, "index_rope_dim": 4, "warmup_steps": 0}
+    net = model({"type": "uniform", "mixer": sparse}, halting=GATE).train()
+    loss, _, metrics = exit_gate_objective(entropy_weight=0.0)(net, Batch(tokens=tokens(2, 9), step=0))
+    assert metrics["dsa"] > 0
+    torch.testing.assert_close(loss, metrics["expected_ce"] + metrics["dsa"], rtol=1e-12, atol=0)
+
+
 def test_the_gradient_of_the_head_is_summed_in_fp32_over_many_chunks():
     """bf16 sums stop growing: 256 chunks of one gradient were off by a tenth."""
     net, gradients = model(halting=GATE).float().train(), []

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lt2.train.optim import adamw, set_lr, warmup_cosine
+from lt2.train.optim import adamw, freeze, set_lr, warmup_cosine
 
 
 class Toy(nn.Module):
@@ -51,3 +51,10 @@ def test_set_lr_honours_a_groups_own_scale():
     optimizer.param_groups[0]["lr_scale"] = 0.5
     set_lr(optimizer, 0.2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+def test_what_has_no_rate_is_frozen_and_what_has_a_small_one_is_not():
+    model = Toy()
+    freeze(model, lambda name: {"norm.weight": 0.0, "rho": 0.07}.get(name, 1.0))
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"norm.weight"}
