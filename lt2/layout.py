@@ -22,7 +22,7 @@ def layout(config: ModelConfig, draw: Collection[int] | None = None) -> Schedule
             step 0, is used. For a kept layout, other layers than its own.
 
     Raises:
-        ValueError: a hybrid ratio that leaves no attention or no mixer layer, or a loop schedule whose length is
+        ValueError: a hybrid ratio that leaves no attention layer, or a loop schedule whose length is
             not n_loops, or kept layers that do not exist.
     """
     spec, n_layers, n_loops = config.layout, config.n_layers, config.n_loops
@@ -50,10 +50,9 @@ def attention_layers(spec: HybridLayout, n_layers: int) -> tuple[int, ...]:
     a, b = spec.parts
     interleaved = _interleaved(a, b, n_layers)
     count = len(interleaved)
-    if (a > 0 and count == 0) or (b > 0 and count == n_layers):
-        missing = "attention" if count == 0 else "mixer"
+    if a > 0 and count == 0:
         raise ValueError(
-            f"ratio {spec.ratio} over {n_layers} layers leaves no {missing} layer; use at least {a + b} layers"
+            f"ratio {spec.ratio} over {n_layers} layers leaves no attention layer; use at least {b + 1} layers"
         )
     if spec.pattern == "interleave":
         return interleaved
