@@ -16,6 +16,8 @@ from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.engine.records import write_workflow
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow, workflow_from_record
+from lt2_workflows.recipes.models import ROWS
+from lt2_workflows.recipes.pretrain import pretrain_06b, pretrain_13b
 from lt2_workflows.sweeps.config import SweepStep, TrialConfig, label_of, slug
 from lt2_workflows.sweeps.step import check_sweep
 from lt2_workflows.sweeps.trial import results_of
@@ -154,6 +156,15 @@ def test_full_size_sweeps_are_the_papers_runs(name, size):
         assert (train.steps, train.global_batch_size, train.seed, train.init_seed) == (255_000, 96, 777, 42)
         tasks = {task.type for task in trial.workflow.configs["evaluate"].tasks}
         assert tasks == {"perplexity", "harness"} | ({"diagnostics"} if name == "gate" else set())
+
+
+@pytest.mark.parametrize(("size", "recipe"), [("0.6b", pretrain_06b), ("1.3b", pretrain_13b)])
+def test_full_size_mixers_train_as_the_rows_of_the_main_table_do(size, recipe):
+    trials = {trial.label: trial.workflow.steps["pretrain"] for trial in preset(f"mixers:{size}").expanded}
+    rows = {row.title: name for name, row in ROWS.items() if size in row.scales}
+    assert trials.keys() == rows.keys()
+    for title, name in rows.items():
+        assert trials[title].fingerprint == recipe(name).steps["pretrain"].fingerprint, name
 
 
 def test_the_sink_is_read_with_and_without_gate():

@@ -31,7 +31,8 @@ from lt2_workflows.steps import (
 
 SEQ_LEN = 4096
 PACK = "packs/paper"  # made with Llama 3's tokenizer
-WEIGHT_DECAY = {("full+window", "1.3b"): 0.033}  # where the paper needed less to keep training stable
+WEIGHT_DECAY: dict[tuple[str, Scale], float] = {("full+window", "1.3b"): 0.033}
+"""Of the rows for which the paper needed less to keep training stable."""
 
 
 def pretrain_06b(row: str = "full+gdn") -> Workflow:

@@ -29,8 +29,8 @@ from lt2_platform.evaluate.config import DiagnosticsConfig, HarnessConfig, Perpl
 from lt2_platform.evaluate.paper.main_table import TASKS
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
-from lt2_workflows.recipes.models import ROWS, paper_model
-from lt2_workflows.recipes.pretrain import SEQ_LEN, pretrain_06b, pretrain_13b
+from lt2_workflows.recipes.models import ROWS, Scale, paper_model
+from lt2_workflows.recipes.pretrain import SEQ_LEN, WEIGHT_DECAY, pretrain_06b, pretrain_13b
 from lt2_workflows.steps import CheckpointRef, DatasetRef, EvaluateStep, PrepareStep, PretrainStep
 from lt2_workflows.sweeps import SweepResources, SweepStep, TrialConfig
 
@@ -98,14 +98,15 @@ def sweep_mixers(size: str = "cpu") -> Workflow:
         return sweep("mixers", size, trials, cpu=cpu_recipe(), match=True)
     scale: Any = size
     check_size(size)
-    rows = {row.title: paper_model(name, scale, seq_len=SEQ_LEN) for name, row in ROWS.items() if scale in row.scales}
+    models = {name: paper_model(name, scale, seq_len=SEQ_LEN) for name, row in ROWS.items() if scale in row.scales}
     trials = [
         TrialConfig(
-            label=title,
+            label=ROWS[name].title,
             settings={"pretrain.model": PretrainModel.model_validate(model.model_dump()).model_dump(mode="json")}
-            | compiled(title),
+            | compiled(ROWS[name].title)
+            | decayed(name, scale),
         )
-        for title, model in rows.items()
+        for name, model in models.items()
     ]
     return sweep("mixers", size, trials, cpu=cpu_recipe())
 
@@ -231,6 +232,11 @@ def layout_settings(layout: Layout) -> dict[str, Any]:
 def loop_settings(loops: int) -> dict[str, Any]:
     """T = 1 is the plain stack: without the residual that carries a loop's input."""
     return {"pretrain.model.n_loops": loops, "pretrain.model.loop_residual": loops > 1}
+
+
+def decayed(row: str, scale: Scale) -> dict[str, Any]:
+    """The weight decay of the rows that have one of their own."""
+    return {"pretrain.train.weight_decay": WEIGHT_DECAY[row, scale]} if (row, scale) in WEIGHT_DECAY else {}
 
 
 def compiled(model: str) -> dict[str, Any]:
