@@ -69,6 +69,23 @@ def test_the_papers_hyper_parameters():
 
 
 @pytest.mark.parametrize(
+    ("recipe", "stages"),
+    [
+        ("distill_ouro_14b", ("align", "stage2", "stage3")),
+        ("paper_end_to_end", ("align", "distill", "long-context")),
+    ],
+)
+def test_distillation_has_the_papers_sizes(recipe, stages):
+    configs = load_workflow(recipe).configs
+    lengths = [configs[configs[stage].data.step].seq_len for stage in stages]
+    assert lengths == [512, 4096, 32_768]
+    trained = [configs[stage].train for stage in stages]
+    tokens = [length * train.steps * train.global_batch_size for length, train in zip(lengths, trained)]
+    assert tokens == [pytest.approx(size, rel=0.001) for size in (100e6, 600e6, 600e6)]
+    assert configs["select"].count / configs["select"].n_layers == 0.25
+
+
+@pytest.mark.parametrize(
     ("recipe", "step"),
     [
         ("pretrain_06b", "evaluate-tasks"),
