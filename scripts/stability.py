@@ -1,4 +1,4 @@
-"""Does looping a linear mixer spike? Trains each at tiny size on CPU and counts (paper §4.5, fig. linear-stability).
+"""Does looping a linear mixer spike? Trains each at tiny size on CPU and counts (paper §3.5, fig. linear-stability).
 
     python scripts/stability.py            # about ten minutes on one core; --steps 60 for a look
 

@@ -1,6 +1,6 @@
 """Parameters, FLOPs over the unrolled depth, and cache bytes of a model, from its config.
 
-FLOPs count multiply and add as two. A looped model's compute is that of its N*T unrolled layers (paper App. D).
+FLOPs count multiply and add as two. A looped model's compute is that of its N*T unrolled layers (paper App. C).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ GATES = {
     )
 }
 
-# Section 4.2 and the introduction, one H100: (model, batch, context, decoded tokens/s).
+# Section 3.2 and the introduction, one H100: (model, batch, context, decoded tokens/s).
 DECODE = (
     ("Looped Transformer", 8, 8192, 22.0),
     ("Looped Hybrid (GDN+DSA)", 8, 8192, 125.0),
@@ -49,9 +49,9 @@ DECODE = (
 # (model, batch) -> about the longest context before 80 GB were full.
 CAPS = {("Looped Transformer", 4): 16_384, ("Looped Transformer", 8): 8_192}
 
-RMS_GROWTH = 20.0  # Section 4.4: the residual stream's RMS at the end of loop 4, about, as a multiple of its start
+RMS_GROWTH = 20.0  # Section 3.4: the residual stream's RMS at the end of loop 4, about, as a multiple of its start
 
-# Section 4.5, in short, by mixers (attention first).
+# Section 3.5, in short, by mixers (attention first).
 STABILITY = {
     ("full",): "reference; occasional sharp spikes mid-training",
     ("retnet",): "diverges; large gradient norms and frequent spikes",
@@ -65,7 +65,7 @@ STABILITY = {
     ("dsa", "gdn"): "no spikes, loss at or below the reference",
 }
 
-# Section 4.6, text: architecture -> (highest stage at any T, {T: stage} where a T is named). Stage s is n = 2^(s+2).
+# Section 3.6, text: architecture -> (highest stage at any T, {T: stage} where a T is named). Stage s is n = 2^(s+2).
 STATE_RECALL = {
     "Transformer": (4, {}),
     "Hybrid (Full+Window)": (4, {}),

@@ -79,9 +79,10 @@ def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
         found = [panel for panel in found if panel.title.startswith("decode")]
     option = panels(found, columns=2 if len(found) > len(batches) else 1) | {"tooltip": {"trigger": "item"}}
     notes = [
-        "Paper (text of Section 4.2 and the introduction): at batch 8 and 8k, 125 against 22 tokens/s decoded (GDN+DSA "
-        "against the Looped Transformer), about 5 times for Full+GDN; the Looped Transformer ends near 16k at batch 4 "
-        "and near 8k at batch 8. The curves themselves are printed without numbers."
+        "Paper (text of Sections 3.1 and 3.2 and the introduction): at batch 8 and 8k, 125 against 22 tokens/s decoded "
+        "(GDN+DSA against the Looped Transformer), about 5 times for Full+GDN; at batch 1 and 32k about 3 times for "
+        "both and for GDN (2.9 and 2.7 for the hybrids); the Looped Transformer ends near 16k at batch 4 and near 8k "
+        "at batch 8. The curves themselves are printed without numbers."
     ]
     if any(cell.low and cell.high for cell in cells):
         notes.append("Points are medians; bars reach from the lower to the upper quartile of the repeats.")

@@ -66,7 +66,7 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
     ]
     notes = [
         f"Spikes: points of the stored curve whose norm is beyond {SPIKE:g} times the median of the {WINDOW} before. "
-        "Paper: Section 4.5, figures without printed numbers."
+        "Paper: Section 3.5, figures without printed numbers."
     ]
     produce = "" if chosen else "python scripts/stability.py --storage ROOT"
     return Figure("Stability by mixer", option, columns, lambda: rows, notes, produce=produce)

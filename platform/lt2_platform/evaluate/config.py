@@ -124,7 +124,7 @@ def program_length(n_bits: int, n_swaps: int) -> int:
 
 
 class StateRecallConfig(Config):
-    """The curriculum of state-based recall (paper, Sec. 5): which n = m a model learns. The defaults are the paper's.
+    """The curriculum of state-based recall (paper, Sec. 3.6): which n = m a model learns. The defaults are the paper's.
 
     A stage is passed when the accuracy over all asserts of `eval_examples` programs, looked at every `eval_every` steps
     and at the last, reaches `threshold` within `max_steps`; weights and optimizer then go on to the next stage. The

@@ -1,4 +1,4 @@
-"""State-based recall (paper, Sec. 5): how long a program each architecture learns, by loops."""
+"""State-based recall (paper, Sec. 3.6): how long a program each architecture learns, by loops."""
 
 from __future__ import annotations
 
