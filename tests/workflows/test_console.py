@@ -21,6 +21,8 @@ def test_progress_line():
     assert progress_line(values) == "step 1,200/4,000  loss 3.2146  4,210 tokens/s  ETA 1m20s"
     assert progress_line({"message": "reading"}) == "reading"
     assert progress_line({"message": "copa", "batch": 3, "batches": 1250}) == "copa  batch 3/1,250"
+    assert progress_line({"layer": 2, "layers": 24}) == "layer 2/24"
+    assert progress_line({"part": 2, "parts": 8}) == "part 2/8"
 
 
 def test_progress_is_rewritten_in_place_and_cleared_before_the_next_line():

@@ -95,8 +95,9 @@ def progress_line(values: dict[str, Any]) -> str:
     for text in ("message", "waiting"):
         if values.get(text):
             parts.append(values[text])
-    if "batch" in values:
-        parts.append(f"batch {values['batch']:,}/{values['batches']:,}")
+    for one, all_ in (("batch", "batches"), ("layer", "layers"), ("part", "parts")):
+        if one in values:
+            parts.append(f"{one} {values[one]:,}/{values[all_]:,}")
     return "  ".join(parts)
 
 
