@@ -17,7 +17,7 @@ from lt2_platform.evaluate import ablations
 from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import ResultsStore
-from lt2_platform.results.tables import flatten
+from lt2_platform.results.tables import aligns, flatten
 from lt2_workflows.console import duration
 from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lt2_platform.storage import Storage
 
 MAX_LINES = 16
+LOSS = "loss (nats)"
 FIRST = ("task", "n_loops", "metric", "value", "stderr", "unit", "n", "limit")  # columns of an evaluation
-CURVES = (("loss", "loss (nats)"), ("validation_loss", "validation loss (nats)"))
 
 
 def write_report(storage: Storage, workflow: str, out: str | None = None, *, steps: Sequence[str] = ()) -> str:
@@ -95,7 +95,8 @@ def _step_sections(storage: Storage, steps: Sequence[Mapping[str, Any]]) -> Iter
             if result:
                 section.parts += sweep_parts(store, storage.read_json(f"{folder}/out/sweep.json"))
         elif config["type"] != "document":
-            section.parts += [*curve_parts(store, {step["name"]: step["id"]}), *happened(store, step["id"])]
+            label = "loss" if aligns(config) else LOSS
+            section.parts += [*curve_parts(store, {step["name"]: step["id"]}, loss=label), *happened(store, step["id"])]
             section.parts += [*result_parts(result), *settings_parts(config)]
             if step["id"] in others:
                 section.parts += evaluation_parts(others[step["id"]])
@@ -202,10 +203,10 @@ def _plain(value: Any) -> bool:
     return isinstance(value, str | int | float | bool | None)
 
 
-def curve_parts(store: ResultsStore, runs: Mapping[str, str]) -> Iterator[Plot]:
-    """Training and validation loss of runs of the results store, by the name to show."""
+def curve_parts(store: ResultsStore, runs: Mapping[str, str], *, loss: str = LOSS) -> Iterator[Plot]:
+    """Training (labelled `loss`) and validation loss of runs of the results store, by the name to show."""
     tables = {name: store.curves(run).table.to_pylist() for name, run in list(runs.items())[:MAX_LINES]}
-    for metric, label in CURVES:
+    for metric, label in (("loss", loss), ("validation_loss", f"validation {LOSS}")):
         lines = [
             Line(name, [(row["step"], row["mean"]) for row in rows if row["metric"] == metric and row["count"]])
             for name, rows in tables.items()

@@ -8,14 +8,14 @@ from typing import Any
 
 from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.index import Index
-from lt2_platform.results.tables import UNITS, flatten
+from lt2_platform.results.tables import flatten, unit_of
 
 
 def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
     """(run, {step, metric, value, unit, counts}), see ResultsStore.results."""
     for run_id, run in sorted(index.runs.items()):
         for metric, (step, value) in sorted(run.last.items()):
-            yield run_id, _row(step, metric, value, UNITS.get(metric, ""))
+            yield run_id, _row(step, metric, value, unit_of(metric, run.config))
         for metric, value in sorted(flatten(run.summary or {}).items()):
             if _is_number(value) and metric not in run.last:
                 yield run_id, _row(run.step, f"summary.{metric}", value, "")

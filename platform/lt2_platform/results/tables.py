@@ -22,7 +22,7 @@ UNITS = {
     "tokens_per_s": "tokens/s",
     "peak_memory_gb": "GB",
 }
-"""Of the metrics that training logs."""
+"""Of the metrics that training logs; see `unit_of`."""
 
 STALE_SECONDS = 300.0  # a live writer speaks at least every minute
 
@@ -119,6 +119,16 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def unit_of(metric: str, config: Mapping[str, Any]) -> str:
+    """The unit of a metric that a run of this config logs: an alignment's loss, a distance of updates, has none."""
+    return "" if metric == "loss" and aligns(config) else UNITS.get(metric, "")
+
+
+def aligns(config: Mapping[str, Any]) -> bool:
+    """Whether a run, or a step, of this config is distillation's first stage."""
+    return flatten(config).get("train.objective.type") == "align"
 
 
 def total_steps(config: Mapping[str, Any]) -> int | None:

@@ -78,6 +78,14 @@ def test_results_rows_name_what_differs(local):
     assert not any(row["config"] for row in local.results(["r2"]))  # of one run alone nothing differs
 
 
+def test_an_alignments_loss_is_no_entropy(local):
+    for kind in ("align", "distill"):
+        with local.create_run(kind, {"config": {"train": {"objective": {"type": kind}}}}) as writer:
+            writer.log(1, {"loss": 2.0, "kl": 1.0})
+    units = {(row["run"], row["metric"]): row["unit"] for row in local.results()}
+    assert (units["align", "loss"], units["distill", "loss"], units["distill", "kl"]) == ("", *["nats/token"] * 2)
+
+
 def test_of_repeated_evaluations_the_newest_whole_one_counts(local):
     local.create_run("r", {}).close()
     asked = {"task": "piqa", "metric": "acc", "step": 8}
