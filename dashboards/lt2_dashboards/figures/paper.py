@@ -41,12 +41,12 @@ GATES = {
     )
 }
 
-# Section 3.2 and the introduction, one H100: (model, batch, context, decoded tokens/s).
+# The introduction, one H100: (model, batch, context, decoded tokens/s).
 DECODE = (
     ("Looped Transformer", 8, 8192, 22.0),
     ("Looped Hybrid (GDN+DSA)", 8, 8192, 125.0),
 )
-# (model, batch) -> about the longest context before 80 GB were full.
+# Section 3.2: (model, batch) -> about the longest context before 80 GB were full.
 CAPS = {("Looped Transformer", 4): 16_384, ("Looped Transformer", 8): 8_192}
 
 RMS_GROWTH = 20.0  # Section 3.4: the residual stream's RMS at the end of loop 4, about, as a multiple of its start

@@ -62,7 +62,7 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
         "largest norm",
         "spikes",
         "not finite",
-        "the paper at 1.3B (0.6B for RetNet and DeltaNet)",
+        "the paper",
     ]
     notes = [
         f"Spikes: points of the stored curve whose norm is beyond {SPIKE:g} times the median of the {WINDOW} before. "
@@ -182,7 +182,8 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
         lambda: table,
         [
             f"Dashed lines: ends of loops. Paper: Figure 5 (no printed numbers) and its text: the RMS grows to about "
-            f"{RMS_GROWTH:g} times by the end of loop 4, the sink intensifies each loop; the output gate flattens both."
+            f"{RMS_GROWTH:g} times by the end of loop 4, sink and largest activation intensify each loop; the output "
+            "gate flattens these two and lessens the growth of the RMS."
         ],
         produce="" if found else "lt2 diagnose RUN, or lt2 sweep gate",
     )
