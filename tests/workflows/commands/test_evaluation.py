@@ -12,8 +12,12 @@ from lt2_platform.evaluate.paper.main_table import TASKS
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.steps.evaluate import run_evaluate
 from tests.platform.evaluate.items import arc, choices, write
 from tests.platform.evaluate.tiny import model, save
+from tests.platform.train.packed import write_dataset
 
 
 def lt2(*arguments):
@@ -47,6 +51,26 @@ def test_build_verify_evaluate_and_compare(tmp_path):
     assert record["versions"]["lm_eval"]
     compared = json.loads(lt2("compare", folders[-1], folders[-1], "--json"))
     assert {row["p_value"] for row in compared} == {1.0}
+
+
+def test_runs_that_a_recipe_evaluated_are_compared(tmp_path):
+    pack, root = tmp_path / "pack", Storage(str(tmp_path / "storage"))
+    lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", arc_easy=arc()).items()))
+    task = {"type": "harness", "pack": str(pack), "tasks": ["arc_easy"], "max_length": 200}
+    evaluate = {"type": "evaluate", "checkpoint": {"step": "pretrain"}, "tasks": [task]}
+    data, sizes = write_dataset(tmp_path / "packed"), model().config.model_dump(mode="json")
+    runs = []
+    for seed in (0, 1):
+        train = {"steps": 1, "global_batch_size": 1, "seed": seed}
+        steps = {"pretrain": {"type": "pretrain", "data": data, "model": sizes, "train": train}}
+        steps["evaluate"] = evaluate | {"data": data}
+        workflow = workflow_from_record({"workflow": "test", "steps": steps}, source="test")
+        runs.append(workflow.steps["pretrain"].id)
+        save(tmp_path / "storage" / "steps" / runs[-1] / "out", model(seed=seed))
+        context = StepContext(root, workflow, workflow.steps["evaluate"], lambda values: None)
+        run_evaluate(context.step.config, context)
+    (first, *_) = json.loads(lt2("compare", *runs, "--storage", root.root, "--json"))
+    assert (first["task"], first["n"]) == ("arc_easy", len(arc()))
 
 
 def test_a_model_trained_on_conversations_is_asked_as_one(tmp_path):

@@ -73,7 +73,10 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
 
 @step_type(EvaluateStep, describe=describe_evaluate, places=evaluate_places)
 def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
-    """Result: {"rows": as of lt2_platform.evaluate.tasks.run_tasks}; they also go to the run in the results store."""
+    """Result: {"rows": as of lt2_platform.evaluate.tasks.run_tasks}; they also go to the run in the results store.
+
+    Items and answers lie where those of `lt2 eval` do, so that the runs can be compared item by item.
+    """
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.results.store import ResultsStore
 
@@ -81,6 +84,9 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     if config.pack is not None:
         pack = context.path(config.pack)
         tasks = tuple(t.model_copy(update={"pack": pack}) if getattr(t, "pack", None) == "" else t for t in tasks)
+    run = context.run_id
+    if isinstance(config.checkpoint, Ref):
+        run = context.workflow.steps[config.checkpoint.step].id
     actors = config.resources.num_workers if config.needs_ray else 0
     if actors:
         join_ray()
@@ -89,13 +95,11 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
         tasks,
         data=context.path(config.data),
         loops=config.loops,
-        out=context.out,
+        out=context.storage.join("evals", run, context.step.id),
         actors=actors,
         progress=context.progress,
     )
-    store, run = ResultsStore(context.storage), context.run_id
-    if isinstance(config.checkpoint, Ref):
-        run = context.workflow.steps[config.checkpoint.step].id
+    store = ResultsStore(context.storage)
     run_of_outside(store, run, context.path(config.checkpoint))
     for name, rows in found.evaluations().items():
         store.log_eval(run, name, rows)
