@@ -23,8 +23,8 @@ def long_context(source: Source, *, runs: list[str] | None = None) -> Figure:
     rows = [[run, "this store", *values, *errors[run]] for run, values in ours.items()]
     rows += [[model, "paper", *values, *[None] * len(TASKS)] for model, values in LONG_CONTEXT.items()]
     notes = [
-        "Paper: Table 5, 1.3B, T = 4 where looped, trained at 2,048 tokens, so that 4k is extrapolation; it has "
-        "no 8k. Its caption says the hybrids are 1:1, its text 4:1."
+        "Paper: Table 5, 1.3B, T = 4 where looped, trained at 2,048 tokens, so that 4k is extrapolation (its appendix "
+        "says 4,096); it has no 8k. Its caption says the hybrids are 1:1, its text 4:1."
     ]
     if any(error is not None for run in ours for error in errors[run]):
         notes.append(ERROR_BARS)
