@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, average, scores_of
+from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, TASK_LABELS, average, scores_of
 
 SCORES = ("PPL", "Avg")
 P_MEANS = (
@@ -29,8 +29,11 @@ class PaperTable:
 
 
 def _main_table(scale: str) -> dict[tuple[str, str], tuple[float, float]]:
-    rows = {name: values for name, values in DOWNSTREAM[scale].items() if values is not None}
-    return {("", name): (values[0], round(sum(values[1:9]) / 8, 2)) for name, values in rows.items()}
+    rows = {}
+    for name, values in DOWNSTREAM[scale].items():
+        if values is not None and (mean := average(dict(zip(TASK_LABELS, values[1:])))) is not None:
+            rows["", name] = (values[0], round(mean, 2))
+    return rows
 
 
 # Tables 3 and 4: 1.3B, T = 4, 100B tokens of FineWeb-Edu, averages as printed.
@@ -75,8 +78,8 @@ TABLES: dict[str, PaperTable] = {
             ("GDN+DSA", "gate"): (9.53, 59.96),
         },
     ),
-    "mixers-0.6b": PaperTable("Mixers, 0.6B, T = 4 (averages recomputed)", _main_table("0.6B")),
-    "mixers-1.3b": PaperTable("Mixers, 1.3B, T = 4 (averages recomputed)", _main_table("1.3B")),
+    "mixers-0.6b": PaperTable("Mixers (paper: 0.6B, T = 4, averages recomputed)", _main_table("0.6B")),
+    "mixers-1.3b": PaperTable("Mixers (paper: 1.3B, T = 4, averages recomputed)", _main_table("1.3B")),
 }
 
 

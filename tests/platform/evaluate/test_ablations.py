@@ -12,7 +12,7 @@ from scipy import stats
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
-from lt2_platform.evaluate.paper.main_table import TASKS
+from lt2_platform.evaluate.paper.main_table import TASKS, compared
 
 
 def trial(label, ppl, seed=0, state="done", **metrics):
@@ -31,6 +31,13 @@ def test_means_spreads_and_the_papers_values():
     assert first["PPL_std"] == pytest.approx(math.sqrt(0.125))
     assert (first["PPL_paper"], first["Avg_paper"]) == (9.31, 61.39)
     assert (second["PPL"], second["PPL_std"], second["PPL_paper"]) == (8.0, None, None)
+
+
+@pytest.mark.parametrize("scale", ["0.6B", "1.3B"])
+def test_the_averages_of_the_papers_mixers_are_those_of_its_main_table(scale):
+    rows = ablations.TABLES[f"mixers-{scale.lower()}"].rows
+    main = {row["model"]: round(row["Avg"], 2) for row in compared({}, scale) if "Avg" in row}
+    assert {name: average for (_, name), (_, average) in rows.items()} == main
 
 
 def test_the_average_needs_all_eight_tasks():
