@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -251,6 +252,20 @@ def test_results_are_a_block_per_run_and_can_be_narrowed(tmp_path):
     refused = lt2("results", "r3", "--storage", str(tmp_path))
     assert refused.returncode == 2
     assert "no run or workflow 'r3' with numbers; runs in" in refused.stderr
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path, monkeypatch, capsys):
+    with ResultsStore(Storage(str(tmp_path))).create_run("r1", {}) as writer:
+        writer.log(8, {"loss": math.nan})
+        writer.log_eval("validation", [{"task": "perplexity", "metric": "perplexity", "value": math.inf}])
+        writer.log_eval("validation", [{"task": "swde", "metric": "f1", "value": math.nan}])
+    monkeypatch.setattr(sys, "argv", ["lt2", "results", "r1", "--json", "--storage", str(tmp_path)])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code == 0
+    rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    found = {row["metric"]: row["value"] for row in rows}
+    assert found == {"loss": None, "validation/perplexity/perplexity": None, "validation/swde/f1": None}
 
 
 def test_results_of_a_run_read_the_index_once(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
@@ -118,6 +119,21 @@ def amount(value: float) -> str:
             scaled = value / (limit / 1e3)
             return f"{scaled:.0f}" if not suffix else f"{scaled:.3g}{suffix}"
     return f"{value:.2e}".replace("e+", "e")
+
+
+def as_json(value: Any) -> str:
+    """`value` for `--json`: NaN and infinities, which JSON does not have, are null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:

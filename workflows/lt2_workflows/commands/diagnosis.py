@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,7 +29,7 @@ def diagnose(
     from lt2_platform.evaluate.config import DiagnosticsConfig
     from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
-    from lt2_workflows.console import table
+    from lt2_workflows.console import as_json, table
     from lt2_workflows.provenance import run_of_outside
 
     root = Storage(storage)
@@ -47,7 +46,7 @@ def diagnose(
     run_of_outside(store, run, place)
     store.log_eval(run, "diagnostics", rows)
     if json_:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(as_json(rows))
         return
     lines: dict[tuple[int, int], dict[str, object]] = {}
     for row in rows:

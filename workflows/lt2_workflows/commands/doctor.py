@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -36,6 +35,7 @@ def doctor(
     """
     from lt2.config import ConfigError, mixer_types
     from lt2_platform.storage import Storage
+    from lt2_workflows.console import as_json
 
     only = [] if mixers is None else [name.strip() for name in mixers.split(",")]
     for name in only:
@@ -51,7 +51,7 @@ def doctor(
             found.append(finding)
     problems = sum(finding.state == "PROBLEM" for finding in found)
     if json_:
-        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+        typer.echo(as_json([asdict(finding) for finding in found]))
     elif problems:
         typer.echo(f"{problems} problem{'s' if problems != 1 else ''}")
     else:

@@ -63,7 +63,7 @@ def evaluate(
     from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.commands.models import check_template
-    from lt2_workflows.console import Console, table
+    from lt2_workflows.console import Console, as_json, table
     from lt2_workflows.engine.local_ray import join_ray, leave_ray
     from lt2_workflows.provenance import run_of_outside
 
@@ -107,7 +107,7 @@ def evaluate(
     for name, rows in found.evaluations().items():
         store.log_eval(run, name, rows)
     if json_:
-        typer.echo(json.dumps(found.rows, indent=2))
+        typer.echo(as_json(found.rows))
         return
     shown = depth_table(found.rows)
     columns = ["task", "metric", "value", "stderr", "n"]
@@ -130,13 +130,13 @@ def compare(
     """
     from lt2_platform.evaluate.compare import compare as compare_items
     from lt2_platform.storage import Storage
-    from lt2_workflows.console import table
+    from lt2_workflows.console import as_json, table
 
     root = Storage(storage)
     left, right = (evaluation_folder(root, name) for name in (a, b))
     rows = compare_items(left, right, (trained_depth(root, left), trained_depth(root, right)))
     if json_:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(as_json(rows))
         return
     typer.echo(table(rows, ["task", "metric", "a", "b", "difference", "stderr", "p_value", "n", "note"]))
 

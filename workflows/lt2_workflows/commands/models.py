@@ -61,7 +61,7 @@ def checkpoints(
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints import inventory
     from lt2_platform.train.checkpoints.retention import Keep
-    from lt2_workflows.console import table
+    from lt2_workflows.console import as_json, table
 
     policy = None if prune is None else Keep.parse(prune)
     folder = inventory.folder_of(find_checkpoint(Storage(storage), run))
@@ -72,7 +72,7 @@ def checkpoints(
     for record in found:
         record["deleted"] = record["checkpoint"] in gone
     if json_:
-        typer.echo(json.dumps({"folder": folder, "checkpoints": found}, indent=2))
+        typer.echo(as_json({"folder": folder, "checkpoints": found}))
     else:
         columns = ["checkpoint", "size_mb", "complete", "intact", "validation_loss", "best", "deleted"]
         mark = {True: "yes", False: ""}
@@ -116,7 +116,7 @@ def bench_mixers(
     from lt2.analysis.layer_bench import bench_layers, crossover, name
     from lt2.config import ConfigError
     from lt2_platform.storage import Storage
-    from lt2_workflows.console import table
+    from lt2_workflows.console import as_json, table
 
     if storage is not None:
         Storage(storage).check_writable()
@@ -155,7 +155,7 @@ def bench_mixers(
         typer.echo(f"stored as {store_bench(storage, settings, rows)}: lt2 dashboard --storage {storage}")
     if out is not None:
         # Not with_suffix: of "bench-0.6b" it takes ".6b" for one.
-        Path(f"{out}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        Path(f"{out}.json").write_text(as_json(rows) + "\n")
         plot(rows, Path(f"{out}.png"), f"dim {dim}, {num_heads} heads, batch {batch}, {where}")
 
 

@@ -29,13 +29,13 @@ def status(
     json_: JsonOption = False,
 ) -> None:
     """Show every workflow's steps: state, attempts, errors, logs; the newest last."""
-    from lt2_workflows.console import table
+    from lt2_workflows.console import as_json, table
     from lt2_workflows.engine.records import list_workflows
 
     root = readable(storage)
     found = list_workflows(root, workflow)
     if json_:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(as_json(found))
         return
     if not found:
         typer.echo(f"no workflows yet in {root.root}")
@@ -85,7 +85,7 @@ def results(
     Of repeated evaluations on one task the newest whole one counts, in tables and figures too; the others say no.
     """
     from lt2_platform.results.store import ResultsStore
-    from lt2_workflows.console import table
+    from lt2_workflows.console import as_json, table
 
     root = readable(storage)
     store = ResultsStore(root)
@@ -95,7 +95,7 @@ def results(
     if metrics is not None:
         rows = [row for row in rows if fnmatchcase(row["metric"], metrics)]
     if json_:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(as_json(rows))
         return
     if not rows:
         typer.echo("(nothing yet)" if metrics is None else f"(no metric {metrics})")
