@@ -7,14 +7,14 @@ from typing import Any
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import MAX_COMPARED, known
-from lt2_platform.evaluate.compare import Item, NoItemsError, own_depth, paired, scores
+from lt2_platform.evaluate.compare import Answers, NoItemsError, own_depth, paired, scores
 from lt2_platform.results.store import RunInfo
 
-Scores = dict[tuple[str, str], dict[Item, float]]
+Scores = dict[tuple[str, str], Answers]
 
 
 def significance(source: Source, run_ids: list[str]) -> dict[str, Any]:
-    """{"pairs": {run: {"task/metric": {difference, stderr, p_value, n}}}, "skipped"}: each run against the first one.
+    """{"pairs": {run: {"task/metric": {difference, stderr, p_value, n, note}}}, "skipped"}: each against the first one.
 
     What `lt2 compare` prints of them, at the depths that they were trained at. Runs without stored items are left out.
     Reads every item of every run: pages ask once, not at every look.

@@ -12,7 +12,7 @@ from lt2_dashboards.figures.series import points, whiskers
 from lt2_dashboards.figures.sweep import MAX_AXES, MAX_RUNS, settings_of, short_names
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.runs_table import MAX_QUERY, matching
-from lt2_platform.evaluate.ablations import mean_std, welch
+from lt2_platform.evaluate.student import mean_std, welch
 
 DRAWN = 20  # configurations, the best ones: labels of more would lie on each other
 LOWER_IS_BETTER = re.compile(r"loss|ppl|perplexity|kl|_time|wait|stall|bytes|memory|spikes", re.IGNORECASE)

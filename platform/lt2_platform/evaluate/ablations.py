@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from lt2.config import ConfigError
 from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, TASK_LABELS, average, scores_of
+from lt2_platform.evaluate.student import mean_std, welch
 
 SCORES = ("PPL", "Avg")
 P_MEANS = (
@@ -106,7 +105,7 @@ def summarize(trials: Sequence[Mapping[str, Any]], paper: str | None) -> list[di
     rows = {key: _row(key, found, reference.get(key)) for key, found in by_row.items()}
     for name, sign in zip(SCORES, (1, -1), strict=True):  # of perplexities the lowest is best, of averages the highest
         values = {key: _scores(found, name) for key, found in by_row.items()}
-        known = [key for key in rows if rows[key][name] is not None]
+        known = [key for key in rows if rows[key][name] is not None and math.isfinite(rows[key][name])]
         best = min(known, key=lambda key: sign * rows[key][name], default=None)
         for key, row in rows.items():
             row[f"{name}_p"] = None if key == best or best is None else welch(values[best], values[key])
@@ -140,33 +139,6 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     scores = scores_of({"task": task, "metric": metric, "value": value} for task, metric, value in split)
     mean = average(scores)
     return {name: value for name, value in (("PPL", scores.get("PPL")), ("Avg", mean)) if value is not None}
-
-
-def mean_std(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and sample standard deviation; None where there are too few values."""
-    if not values:
-        return None, None
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, None
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
-def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Two-sided p-value of equal means by Welch's t-test; None below two values on a side, or where nothing spreads."""
-    (mean_a, std_a), (mean_b, std_b) = mean_std(a), mean_std(b)
-    if mean_a is None or mean_b is None or std_a is None or std_b is None or std_a == std_b == 0:
-        return None
-    of_a, of_b = std_a**2 / len(a), std_b**2 / len(b)
-    t = abs(mean_a - mean_b) / math.sqrt(of_a + of_b)
-    degrees = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
-    # Both tails of Student's distribution beyond t: with t = sqrt(degrees) tan(angle) its density is a power of cos.
-    low = math.atan(t / math.sqrt(degrees))
-    nodes, weights = np.polynomial.legendre.leggauss(200)
-    half = (math.pi / 2 - low) / 2
-    tail = half * float(weights @ np.cos(low + half * (nodes + 1)) ** (degrees - 1))
-    scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
-    return min(1.0, 2 * math.exp(scale) / math.sqrt(math.pi) * tail)
 
 
 def p_text(p_value: float | None) -> str:

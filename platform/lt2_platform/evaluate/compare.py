@@ -6,18 +6,29 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from lt2.config import ConfigError
 from lt2_platform.data.sources.configs import Template
 from lt2_platform.evaluate.repeats import standing
+from lt2_platform.evaluate.student import two_sided
 from lt2_platform.results.tables import flatten
 from lt2_platform.storage import Storage
 
 Item = tuple[int, str]  # number in its task, and the hash of the document
 Key = tuple[str, str]  # task and metric
+
+
+class Answer(NamedTuple):
+    """What an item was scored, and the hash of what was asked: the item with its examples, or as it was cut."""
+
+    score: float
+    prompt: str | None
+
+
+Answers = dict[Item, Answer]
 _ASKED_AS = re.compile(rf"\+({'|'.join(('chat', *get_args(Template)))})\b.*")  # what harness.chat.label adds to a task
 
 
@@ -26,8 +37,8 @@ def compare(a: str, b: str, depths: tuple[str | None, str | None] = (None, None)
 
     a, b: folders (or URIs) of evaluations, with samples/*.jsonl somewhere below. The error is of the mean of paired
     differences; the p-value is two-sided: exact for right/wrong metrics (McNemar: of the items only one got right, half
-    by chance), else from the normal distribution. A task that the two were asked in different ways only (gsm8k and
-    gsm8k+chat) is compared all the same, and its note says so.
+    by chance), else of Student's t-test of the differences. A task that the two were asked in different ways only
+    (gsm8k and gsm8k+chat, or with other examples) is compared all the same, and its note says so.
 
     depths: of a and of b, what `scores` takes.
 
@@ -39,7 +50,7 @@ def compare(a: str, b: str, depths: tuple[str | None, str | None] = (None, None)
     for key in sorted(left.keys() & right.keys()):
         rows.append({"task": key[0], "metric": key[1], **paired(left[key], right[key])})
     for one, other in asked_differently(left, right):
-        row = paired(left[one], right[other])
+        row = paired(left[one], {item: answer._replace(prompt=None) for item, answer in right[other].items()})
         note = "; ".join(part for part in (f"asked differently: b as {other[0]}", row["note"]) if part)
         rows.append({"task": one[0], "metric": one[1], **row, "note": note})
     if not rows:
@@ -57,11 +68,12 @@ def asked_differently(left: Collection[Key], right: Collection[Key]) -> list[tup
     return [(a, b) for (a,), (b,) in only if a != b]
 
 
-def paired(a: dict[Item, float], b: dict[Item, float]) -> dict[str, Any]:
+def paired(a: Answers, b: Answers) -> dict[str, Any]:
+    """{a, b, difference, stderr, p_value, n, note} of one task and metric, see `compare`; {n, note} of no items."""
     common = sorted(a.keys() & b.keys())
     if not common:
         return {"n": 0, "note": "different items"}
-    x, y = (np.array([side[item] for item in common]) for side in (a, b))
+    x, y = (np.array([side[item].score for item in common]) for side in (a, b))
     difference, n = y - x, len(common)
     stderr = float(difference.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
     return {
@@ -71,18 +83,26 @@ def paired(a: dict[Item, float], b: dict[Item, float]) -> dict[str, Any]:
         "stderr": stderr,
         "p_value": p_value(difference, stderr),
         "n": n,
-        "note": "" if n == len(a) == len(b) else f"{len(a) + len(b) - 2 * n} items only in one",
+        "note": "; ".join(_notes(a, b, common)),
     }
+
+
+def _notes(a: Answers, b: Answers, common: Sequence[Item]) -> Iterator[str]:
+    if missing := len(a) + len(b) - 2 * len(common):
+        yield f"{missing:,} items only in one"
+    prompts = ((a[item].prompt, b[item].prompt) for item in common)
+    if differ := sum(None not in pair and pair[0] != pair[1] for pair in prompts):
+        yield f"{differ:,} of the {len(common):,} in both asked by other prompts (examples, or cut elsewhere)"
 
 
 def p_value(difference: np.ndarray, stderr: float) -> float:
     """Of mean difference 0, two-sided; see `compare`."""
-    if np.isin(difference, (-1.0, 0.0, 1.0)).all():
+    # Differences that are all the same have no spread for a t-test (one item never has); their sign is still known.
+    same = bool(np.ptp(difference) <= 1e-12 * np.abs(difference).max())
+    if same or np.isin(difference, (-1.0, 0.0, 1.0)).all():
         better, changed = int((difference > 0).sum()), int((difference != 0).sum())
         return sign_test(min(better, changed - better), changed)
-    if not stderr > 0:
-        return 1.0 if difference.mean() == 0 else 0.0
-    return math.erfc(abs(float(difference.mean())) / stderr / math.sqrt(2))
+    return two_sided(abs(float(difference.mean())) / stderr, len(difference) - 1)
 
 
 def sign_test(fewer: int, n: int) -> float:
@@ -108,8 +128,8 @@ def own_depth(config: Mapping[str, Any]) -> str | None:
     return f"loops-{loops}" + "-early-exit" * halts if isinstance(loops, int) else None
 
 
-def scores(folder: str, depth: str | None = None) -> dict[Key, dict[Item, float]]:
-    """(task, metric) -> item -> score, of the samples below a folder; see `standing` for tasks evaluated repeatedly.
+def scores(folder: str, depth: str | None = None) -> dict[Key, Answers]:
+    """(task, metric) -> item -> answer, of the samples below a folder; see `standing` for tasks evaluated repeatedly.
 
     depth: only what lies in folders of this name, such as "loops-4".
     """
@@ -123,12 +143,13 @@ def scores(folder: str, depth: str | None = None) -> dict[Key, dict[Item, float]
             f"{folder} holds several depths ({', '.join(sorted(depths))}); name the folder of one of them, such as "
             f"{storage.join(depths[min(depths)])}"
         )
-    found: dict[Key, dict[Item, float]] = {}
+    found: dict[Key, Answers] = {}
     for path in standing_files(storage, paths):
         for line in read_lines(storage, path):
             for metric, value in line["scores"].items():
                 item = (line["doc_id"], line["doc_hash"])
-                found.setdefault((line["task"], metric), {})[item] = float(value)
+                answer = Answer(float(value), line.get("prompt_hash"))
+                found.setdefault((line["task"], metric), {})[item] = answer
     return found
 
 

@@ -44,12 +44,32 @@ def test_the_sign_test_of_60_000_items(fewer):
     assert sign_test(fewer, 60_000) == pytest.approx(expected, rel=1e-9, abs=0)
 
 
-def test_other_scores_by_the_normal_distribution(tmp_path):
+def test_other_scores_by_students_paired_test(tmp_path):
     a, b = [0.1, 0.4, 0.5, 0.9], [0.3, 0.5, 0.4, 1.5]
     folders = [write(tmp_path / n, dict(enumerate(s)), metric="f1") for n, s in (("a", a), ("b", b))]
     (row,) = compare(*folders)
-    z = row["difference"] / stats.sem([y - x for x, y in zip(a, b)])
-    assert row["p_value"] == pytest.approx(2 * stats.norm.sf(abs(z)))
+    assert row["stderr"] == pytest.approx(stats.sem([y - x for x, y in zip(a, b)]))
+    assert row["p_value"] == pytest.approx(stats.ttest_rel(b, a).pvalue)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10])
+def test_equal_differences_count_by_their_sign(tmp_path, n):
+    """One item says nothing, and of several alike a t-test would be sure for want of a spread."""
+    folders = [write(tmp_path / f"{s}", dict.fromkeys(range(n), s), metric="f1") for s in (0.3, 0.6)]
+    assert compare(*folders)[0]["p_value"] == pytest.approx(2 / 2**n)
+    assert compare(folders[0], folders[0])[0]["p_value"] == 1.0
+
+
+def test_items_that_were_asked_with_other_examples_are_told(tmp_path):
+    a, b = (write(tmp_path / name, {0: 1, 1: 0}) for name in ("a", "b"))
+    for folder, asked in ((a, ("p", "q")), (b, ("p", "r"))):
+        path = f"{folder}/harness/loops-2/samples/arc_easy.jsonl"
+        lines = zip(Storage(folder).read_bytes(path).decode().splitlines(), asked)
+        told = [json.dumps(json.loads(line) | {"prompt_hash": prompt}) for line, prompt in lines]
+        Storage(folder).write_bytes(path, "\n".join(told).encode())
+    (row,) = compare(a, b)
+    assert (row["n"], row["note"]) == (2, "1 of the 2 in both asked by other prompts (examples, or cut elsewhere)")
+    assert compare(a, a)[0]["note"] == ""
 
 
 def test_only_common_items_count_and_the_rest_is_named(tmp_path):
@@ -90,7 +110,7 @@ def test_one_task_at_several_depths_is_not_compared_by_the_last_of_them(tmp_path
         compare(a, str(tmp_path / "b"))
     (row,) = compare(a, f"{tmp_path}/b/harness/loops-1")
     assert (row["n"], row["b"]) == (1, 1)
-    assert scores(str(tmp_path / "b"), "loops-2") == {("arc_easy", "acc"): {(0, "h0"): 0.0}}
+    assert scores(str(tmp_path / "b"), "loops-2") == {("arc_easy", "acc"): {(0, "h0"): (0.0, None)}}
 
 
 def test_what_cannot_be_compared_is_named(tmp_path):

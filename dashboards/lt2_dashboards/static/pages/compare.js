@@ -75,7 +75,8 @@ export function comparePage(main) {
         const pair = pairs[body.runs[index].run]?.[key.split("/").slice(1).join("/")];
         return h("td", { class: `num${best === index ? " best" : ""}` }, number(value), typeof errors[index] === "number" ? h("small", {}, `± ${number(errors[index], 2)}`) : null,
           same || items[index] === null ? null : h("small", {}, `${number(items[index])} items`), delta(values, index),
-          pair ? h("small", { class: pair.p_value < 0.05 ? "sure" : "", title: `Over ${number(pair.n)} items that both answered: ${number(pair.difference, 3)} ± ${number(pair.stderr, 2)}` }, `p = ${pair.p_value < 0.001 ? "<0.001" : number(pair.p_value, 2)}`.replace("= <", "< ")) : null);
+          pair ? h("small", { class: pair.p_value < 0.05 ? "sure" : "", title: `Over ${number(pair.n)} items that both answered: ${number(pair.difference, 3)} ± ${number(pair.stderr, 2)}` }, `p = ${pair.p_value < 0.001 ? "<0.001" : number(pair.p_value, 2)}`.replace("= <", "< ")) : null,
+          pair?.note ? h("small", { class: "note" }, pair.note) : null);
       };
       return h("tr", {}, h("th", { scope: "row" }, key), values.map(cell));
     };

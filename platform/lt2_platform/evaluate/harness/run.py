@@ -62,7 +62,7 @@ def evaluate(
     actors: int = 0,
     progress: Callable[[dict[str, Any]], None] = lambda values: None,
 ) -> list[dict[str, Any]]:
-    """Rows {task, metric, value, stderr, n, limit, split, task_sha256, …}; also of what could not be scored as asked.
+    """Rows {task, metric, value, stderr, n, limit, num_fewshot, split, …}; also of what could not be scored as asked.
 
     `<out>/samples/<task>.jsonl` gets one line per item and filter of its answer, `<out>/batches` the answers that an
     interrupted evaluation finds again. What a looped model spent is in the rows, each task's own. `scorer` answers here
@@ -129,7 +129,7 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
     text = "".join(json.dumps({"task": called, **item}) + "\n" for item in items)
     Storage(out).write_bytes(f"samples/{called}.jsonl", text.encode())
     place = {"task": called, "split": definition.split, "task_sha256": definition.sha256}
-    place |= {"n": len({item["doc_id"] for item in items}), "limit": config.limit}
+    place |= {"n": len({item["doc_id"] for item in items}), "limit": config.limit, "num_fewshot": definition.shots}
     place |= {} if lm.chat is None else {"chat": lm.chat.name, "multiturn": config.multiturn, "system": config.system}
     scores = found["results"][name]
     rows = []

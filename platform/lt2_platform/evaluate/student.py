@@ -1,0 +1,47 @@
+"""Student's t-tests, for means of few values: without scipy, which LT2 does not bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)
+_SAME = 1e-12  # of the mean: a spread below it is the sums' rounding
+
+
+def mean_std(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean and sample standard deviation, 0 of equal values; None where there are too few."""
+    if not values:
+        return None, None
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return mean, 0.0 if spread <= _SAME * abs(mean) else spread
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Two-sided p-value of equal means by Welch's t-test.
+
+    None below two values on a side, where neither side spreads, and where a value is not finite.
+    """
+    (mean_a, std_a), (mean_b, std_b) = mean_std(a), mean_std(b)
+    if mean_a is None or mean_b is None or std_a is None or std_b is None or std_a == std_b == 0:
+        return None
+    if not math.isfinite(mean_a + mean_b):
+        return None
+    of_a, of_b = std_a**2 / len(a), std_b**2 / len(b)
+    degrees = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
+    return two_sided(abs(mean_a - mean_b) / math.sqrt(of_a + of_b), degrees)
+
+
+def two_sided(t: float, degrees: float) -> float:
+    """Both tails of Student's distribution beyond t >= 0, to six digits."""
+    # With t = sqrt(degrees) tan(angle) its density is a power of cos.
+    low = math.atan(t / math.sqrt(degrees))
+    half = (math.pi / 2 - low) / 2
+    tail = half * float(_WEIGHTS @ np.cos(low + half * (_NODES + 1)) ** (degrees - 1))
+    scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    return min(1.0, 2 * math.exp(scale) / math.sqrt(math.pi) * tail)
