@@ -16,7 +16,7 @@ from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import RunInfo, differences, flatten
-from lt2_platform.results.tables import as_text, total_steps
+from lt2_platform.results.tables import as_text, total_steps, unit_of
 
 MAX_COMPARED = 20
 MAX_EVENTS = 50  # newest first on a run's page
@@ -37,6 +37,7 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
         "config": {key: as_text(value) for key, value in sorted(flatten(run.config).items())},
         "info": {key: as_text(value) for key, value in sorted(flatten(run.info).items())},
         "attention_in": attention_in(run.config),
+        "loss_unit": unit_of("loss", run.config),
         "summary": {key: as_text(value) for key, value in sorted(flatten(run.summary or {}).items())},
         "metrics": sorted(set(curves.table["metric"].to_pylist())),
         "evals": [{"name": name, **row} for _, name, row in snapshot.evals([run_id])],

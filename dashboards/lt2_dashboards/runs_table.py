@@ -103,6 +103,13 @@ def matching(
     return [(run, value) for run, value in runs], _varying(picked, picked.query("SELECT count(*) FROM picked")[0][0])
 
 
+def unusable(snapshot: Snapshot, *, now: float, q: str, metric: str) -> list[str]:
+    """The runs that match `q` and have a value of `metric` that is not finite."""
+    picked = _pick(snapshot, now, q)
+    picked.add("run IN (SELECT run FROM numbers WHERE metric = ? AND NOT isfinite(value))", metric)
+    return [run for (run,) in picked.query("SELECT run FROM picked ORDER BY created DESC, run")]
+
+
 def _pick(snapshot: Snapshot, now: float, q: str) -> _Picked:
     if len(q) > MAX_QUERY:
         raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")

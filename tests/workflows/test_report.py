@@ -14,7 +14,16 @@ from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.engine.executor import run
 from lt2_workflows.loading import load_workflow, workflow_from_record
-from lt2_workflows.report import Section, Table, as_html, as_markdown, result_parts, sweep_parts, write_report
+from lt2_workflows.report import (
+    Section,
+    Table,
+    as_html,
+    as_markdown,
+    curve_parts,
+    result_parts,
+    sweep_parts,
+    write_report,
+)
 from lt2_workflows.svg import Axis, Dots, Line, dot_chart, line_chart
 from tests.workflows.conftest import FAKE_STEPS
 
@@ -243,3 +252,14 @@ def test_an_evaluation_shows_numbers_first_and_folds_readings_away():
     assert "| rms | 1.5 | 0 | 3 |" in text
     check_html(page := as_html("t", [section]))
     assert "<details><summary>1 readings" in page
+
+
+def test_a_loss_has_a_unit_only_where_the_objective_gives_it_one(storage):
+    store = ResultsStore(storage)
+    for objective in ("align", "distill"):
+        with store.create_run(objective, {"config": {"train": {"objective": {"type": objective}}}}) as writer:
+            writer.log(1, {"loss": 0.5})
+    told = lambda *runs: [plot.caption for plot in curve_parts(store, {run: run for run in runs})]  # noqa: E731
+    assert told("distill") == ["loss (nats) by step"]
+    assert told("align") == ["loss by step"]
+    assert told("align", "distill") == ["loss of different objectives (align, distill) by step"]

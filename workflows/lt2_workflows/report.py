@@ -17,7 +17,7 @@ from lt2_platform.evaluate import ablations
 from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import ResultsStore
-from lt2_platform.results.tables import aligns, flatten
+from lt2_platform.results.tables import flatten, objective_of, unit_of
 from lt2_workflows.console import duration
 from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lt2_platform.storage import Storage
 
 MAX_LINES = 16
-LOSS = "loss (nats)"
 FIRST = ("task", "n_loops", "metric", "value", "stderr", "unit", "n", "limit")  # columns of an evaluation
+CURVES = {"loss": "loss", "validation_loss": "validation loss"}
 
 
 def write_report(storage: Storage, workflow: str, out: str | None = None, *, steps: Sequence[str] = ()) -> str:
@@ -95,8 +95,7 @@ def _step_sections(storage: Storage, steps: Sequence[Mapping[str, Any]]) -> Iter
             if result:
                 section.parts += sweep_parts(store, storage.read_json(f"{folder}/out/sweep.json"))
         elif config["type"] != "document":
-            label = "loss" if aligns(config) else LOSS
-            section.parts += [*curve_parts(store, {step["name"]: step["id"]}, loss=label), *happened(store, step["id"])]
+            section.parts += [*curve_parts(store, {step["name"]: step["id"]}), *happened(store, step["id"])]
             section.parts += [*result_parts(result), *settings_parts(config)]
             if step["id"] in others:
                 section.parts += evaluation_parts(others[step["id"]])
@@ -203,16 +202,22 @@ def _plain(value: Any) -> bool:
     return isinstance(value, str | int | float | bool | None)
 
 
-def curve_parts(store: ResultsStore, runs: Mapping[str, str], *, loss: str = LOSS) -> Iterator[Plot]:
-    """Training (labelled `loss`) and validation loss of runs of the results store, by the name to show."""
+def curve_parts(store: ResultsStore, runs: Mapping[str, str]) -> Iterator[Plot]:
+    """Training and validation loss of runs of the results store, by the name to show."""
     tables = {name: store.curves(run).table.to_pylist() for name, run in list(runs.items())[:MAX_LINES]}
-    for metric, label in (("loss", loss), ("validation_loss", f"validation {LOSS}")):
+    known = store.index().runs
+    configs = [known[runs[name]].config for name in tables if runs[name] in known]
+    for metric, label in CURVES.items():
         lines = [
             Line(name, [(row["step"], row["mean"]) for row in rows if row["metric"] == metric and row["count"]])
             for name, rows in tables.items()
         ]
         drawn = [line for line in lines if line.points]
         if drawn:
+            if all(unit_of(metric, config) for config in configs):
+                label += " (nats)"
+            if metric == "loss" and len(kinds := sorted({objective_of(config) for config in configs})) > 1:
+                label += f" of different objectives ({', '.join(kinds)})"
             left_out = f", the first {MAX_LINES} of {len(runs)}" if len(runs) > MAX_LINES else ""
             yield Plot(line_chart(drawn, x="step", y=label), f"{label} by step{left_out}")
 

@@ -16,7 +16,8 @@ from lt2_dashboards.figures.seed_means import ON_ANY, by_seed, mean_lines
 from lt2_dashboards.figures.store import known_runs
 from lt2_dashboards.queries import Source
 from lt2_platform.results.curves import refit
-from lt2_platform.results.store import RunInfo, flatten
+from lt2_platform.results.store import RunInfo
+from lt2_platform.results.tables import objective_of, unit_of
 
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
@@ -101,13 +102,12 @@ def curves(
     top = None if full or log or "loss" not in metric else _top(series)
     if top is not None:
         notes.append(START_CUT)
-    # Stage 1 of distillation aligns hidden states: a squared distance, in no unit.
-    aligned = metric == "loss" and any(
-        flatten(run.config).get("train.objective.type") == "align" for run in known.values()
-    )
+    objectives = sorted({objective_of(run.config) for run in known.values()})
+    if metric == "loss" and len(objectives) > 1:
+        notes.append(f"Losses of different objectives ({', '.join(objectives)}) are not one quantity.")
     title = (
         "Training loss"
-        if aligned
+        if metric == "loss" and not all(unit_of(metric, run.config) for run in known.values())
         else TITLES.get(metric)
         or re.sub(r"^rho_norm_(\d+)$", lambda loop: f"Norm of rho, loop {int(loop[1]) + 1}", metric)
     )

@@ -5,30 +5,32 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lt2.config import ConfigError
+from lt2_dashboards.figures.chosen import choose
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.repeats import SEEDS
 from lt2_dashboards.figures.series import points, whiskers
-from lt2_dashboards.figures.sweep import MAX_AXES, MAX_RUNS, settings_of, short_names
+from lt2_dashboards.figures.sweep import MAX_AXES, settings_of, short_names
 from lt2_dashboards.queries import Snapshot, Source
-from lt2_dashboards.runs_table import MAX_QUERY, matching
 from lt2_platform.evaluate.student import mean_std, welch
 
 DRAWN = 20  # configurations, the best ones: labels of more would lie on each other
-LOWER_IS_BETTER = re.compile(r"loss|ppl|perplexity|kl|_time|wait|stall|bytes|memory|spikes", re.IGNORECASE)
+LOWER_IS_BETTER = re.compile(
+    r"loss|ppl|perplexity|kl|^ce$|grad_norm|_time|wait|stall|bytes|memory|spikes", re.IGNORECASE
+)
 
 
-def seeds(source: Source, *, q: str = "", metric: str = "loss") -> Figure:
+def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     """A result by configuration, best first: mean and standard deviation over seeds, and the p-value against the best.
 
     Runs are of one configuration if they differ in their seeds only. `q` filters runs as in the runs table, `metric` is
-    a logged metric's last value or an evaluation (name/task/metric).
+    a logged metric's last value or an evaluation (name/task/metric), by default what
+    `chosen.RESULTS` says.
     """
-    if len(q) > MAX_QUERY:
-        raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
-    snapshot = source.snapshot()
-    runs, varying = matching(snapshot, now=source.clock(), q=q, metric=metric, limit=MAX_RUNS)
-    keys = [key for key in varying if key.rpartition(".")[2] not in SEEDS][:MAX_AXES]
+    found, snapshot = choose(source, q, metric), source.snapshot()
+    metric, runs = found.metric, found.runs
+    if found.refused:
+        return Figure(f"{metric} by configuration", {"series": [], "empty": found.refused}, ["runs", metric], list)
+    keys = [key for key in found.varying if key.rpartition(".")[2] not in SEEDS][:MAX_AXES]
     settings = settings_of(snapshot, [run for run, _ in runs], keys)
     sign = 1 if LOWER_IS_BETTER.search(metric) else -1
     groups = sorted(_groups(snapshot, runs).values(), key=lambda group: sign * (mean_std(_values(group))[0] or 0.0))
@@ -41,8 +43,9 @@ def seeds(source: Source, *, q: str = "", metric: str = "loss") -> Figure:
     columns = [*keys, "runs", metric, "standard deviation", "p against the best", "names"]
     better = "lowest" if sign > 0 else "highest"
     notes = [
+        *found.notes,
         f"Bars are one standard deviation over seeds. Best is the {better}. p: Welch's t-test of the means, which "
-        "needs two runs of both; among many configurations one is the best by chance."
+        "needs two runs of both; among many configurations one is the best by chance.",
     ]
     if len(groups) > DRAWN:
         notes.append(f"Drawn are the best {DRAWN} of {len(groups)} configurations.")

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt2.config import ConfigError
+from lt2_dashboards.figures.chosen import choose
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.queries import Source
-from lt2_dashboards.runs_table import MAX_QUERY, matching
 
-MAX_RUNS = 1_000
 MAX_AXES = 8
 
 
-def sweep(source: Source, *, q: str = "", metric: str = "loss") -> Figure:
+def sweep(source: Source, *, q: str = "", metric: str = "") -> Figure:
     """Parallel coordinates of the settings that differ among runs, coloured by a result.
 
-    `q` filters runs as in the runs table; `metric` is a logged metric's last value or an evaluation
-    (name/task/metric). Runs without that result are left out.
+    `q` filters runs as in the runs table; `metric` is a logged metric's last value or an evaluation (name/task/metric),
+    by default what `chosen.RESULTS` says. Runs without that result are left out.
     """
-    if len(q) > MAX_QUERY:
-        raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
-    snapshot = source.snapshot()
-    runs, varying = matching(snapshot, now=source.clock(), q=q, metric=metric, limit=MAX_RUNS)
+    found, snapshot = choose(source, q, metric), source.snapshot()
+    metric, runs, varying = found.metric, found.runs, found.varying
+    if found.refused:
+        return Figure(f"{metric} by settings", {"series": [], "empty": found.refused}, ["run", metric], list)
     keys = varying[:MAX_AXES]
     settings = settings_of(snapshot, [run for run, _ in runs], keys)
     rows = [[run, *(settings[run].get(key, (None, None))[0] for key in keys), value] for run, value in runs]
-    notes = [f"{len(varying) - MAX_AXES} more settings differ and are not drawn."] if len(varying) > MAX_AXES else []
+    more = [f"{len(varying) - MAX_AXES} more settings differ and are not drawn."] if len(varying) > MAX_AXES else []
     option = _option(runs, keys, settings, metric)
-    return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, notes)
+    return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, [*found.notes, *more])
 
 
 def short_names(keys: list[str]) -> dict[str, str]:

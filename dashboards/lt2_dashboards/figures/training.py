@@ -16,6 +16,7 @@ from lt2_dashboards.figures.store import Architecture, architecture, known_runs,
 from lt2_dashboards.queries import Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo
+from lt2_platform.results.tables import objective_of, unit_of
 
 MAX_LINES = 12
 POINTS = 600  # per line
@@ -28,8 +29,9 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
     By default the newest looped run of every architecture. The norm is drawn as the largest in each bucket of steps.
     """
     chosen = _chosen(source, runs)
+    unit = " (nats per token)" if all(unit_of("loss", run.config) for run, _ in chosen) else ""
     loss = Panel(
-        "training loss (nats per token)",
+        f"training loss{unit}",
         {"type": "value", "name": "step", "max": "dataMax", "minInterval": 1},
         {"type": "value", "scale": True},
     )
@@ -68,6 +70,8 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
         f"Spikes: points of the stored curve whose norm is beyond {SPIKE:g} times the median of the {WINDOW} before. "
         "Paper: Section 3.5, figures without printed numbers."
     ]
+    if len(kinds := sorted({objective_of(run.config) for run, _ in chosen})) > 1:
+        notes.append(f"Losses of different objectives ({', '.join(kinds)}) are not one quantity.")
     produce = "" if chosen else "python scripts/stability.py --storage ROOT"
     return Figure("Stability by mixer", option, columns, lambda: rows, notes, produce=produce)
 

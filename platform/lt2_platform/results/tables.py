@@ -22,7 +22,9 @@ UNITS = {
     "tokens_per_s": "tokens/s",
     "peak_memory_gb": "GB",
 }
-"""Of the metrics that training logs; see `unit_of`."""
+"""Of the metrics that training logs; of `loss` where the objective is one of `IN_NATS` (`unit_of`)."""
+
+IN_NATS = ("next_token", "exit_gate", "distill")
 
 STALE_SECONDS = 300.0  # a live writer speaks at least every minute
 
@@ -121,22 +123,25 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def unit_of(metric: str, config: Mapping[str, Any]) -> str:
-    """The unit of a metric that a run of this config logs: an alignment's loss, a distance of updates, has none."""
-    return "" if metric == "loss" and aligns(config) else UNITS.get(metric, "")
-
-
-def aligns(config: Mapping[str, Any]) -> bool:
-    """Whether a run, or a step, of this config is distillation's first stage."""
-    return flatten(config).get("train.objective.type") == "align"
-
-
 def total_steps(config: Mapping[str, Any]) -> int | None:
     """How many steps a run was asked for, from its flattened config, or None if it does not say."""
     for key in ("train.steps", "steps", *(key for key in config if key.endswith(".steps"))):
         if isinstance(config.get(key), int):
             return config[key]
     return None
+
+
+def objective_of(config: Mapping[str, Any]) -> str:
+    """The type of the objective of a run's settings; runs from before there were several say none."""
+    return str(flatten(config).get("train.objective.type", "next_token"))
+
+
+def unit_of(metric: str, config: Mapping[str, Any]) -> str:
+    """The unit of a metric that a run of these settings logged, "" where it has none or none is known.
+
+    Alignment's loss is a squared distance of hidden states, and what an objective of one's own returns is unknown.
+    """
+    return "" if metric == "loss" and objective_of(config) not in IN_NATS else UNITS.get(metric, "")
 
 
 def as_text(value: Any) -> str:

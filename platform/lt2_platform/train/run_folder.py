@@ -82,7 +82,7 @@ def open_run(
         sources=places,
         evaluate_every=evaluate_every,
         profile_steps=profile_steps,
-        info=info or {},
+        info=_with_data(info or {}, manifest),
     )
 
 
@@ -99,6 +99,18 @@ def close_run(spec: WorkerSpec, result: dict[str, Any]) -> dict[str, Any]:
     found = result | {"checkpoint": checkpoint.resolve(spec.out)}
     Storage(spec.out).write_json(SUMMARY, found)
     return found
+
+
+def _with_data(info: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+    """`info` of a run for the results store, with what it reads: runs on other data are no repeats of each other.
+
+    Where the data came from is provenance: the same text may lie in several places.
+    """
+    data = {"tokenizer": manifest["tokenizer"].get("name"), "seq_len": manifest.get("seq_len")}
+    if fingerprint := manifest.get("fingerprint"):
+        data["fingerprint"] = fingerprint[:12]
+    source = (manifest.get("config") or {}).get("source")
+    return {**info, "source": source, "config": {"data": data, **info.get("config", {})}}
 
 
 def _as_of_now(record: dict[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,10 @@ def test_a_run_leaves_checkpoints_metrics_and_a_summary(undisturbed):
     assert (progress["step"], progress["steps"], progress["loss"], progress["eta_s"]) == (6, 6, curve[6], 0)
     metrics = set(ResultsStore(Storage(str(undisturbed))).metrics("run")["metric"].to_pylist())
     assert {"loss", "ce", "grad_norm", "lr", "tokens_per_s", "data_wait", "step_time", "tokens"} <= metrics
-    assert ResultsStore(Storage(str(undisturbed))).run("run").state == "finished"
+    run = ResultsStore(Storage(str(undisturbed))).run("run")
+    assert run.state == "finished"
+    # What it read tells a run from others: on other data it is no repeat of them.
+    assert run.config["data"] == {"tokenizer": "byte", "seq_len": SEQ_LEN, "fingerprint": "f" * 12}
 
 
 POINTS = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from lt2.layout import loops_text
+from lt2_platform.results.tables import unit_of
 from lt2_workflows.console import table
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import StepConfig, step_type
@@ -27,9 +28,10 @@ def run_report(config: ReportStep, context: StepContext) -> dict[str, Any]:
     """Writes out/report.json and out/report.txt; result: {"text": the table, for the terminal}."""
     splits = context.result(config.data)["splits"]
     training, evaluation = context.result(config.training), context.result(config.evaluation)
+    trained = context.workflow.configs[config.training.step].model_dump()
     rows = [
         _row("unigram entropy of the corpus", splits["train"]["unigram_entropy"], "nats/token", "loss without context"),
-        _row("training loss", training["loss"], "nats/token", f"after {training['tokens']:,} tokens"),
+        _row("training loss", training["loss"], unit_of("loss", trained), f"after {training['tokens']:,} tokens"),
     ]
     results = [row for row in evaluation["rows"] if "layer" not in row]  # readings by layer are for the dashboard
     rows += [_row(_label(row), row["value"], row.get("unit", ""), _note(row)) for row in results]

@@ -74,7 +74,7 @@ export function runPage(main, run) {
       facts([
         ["workflow", body.workflow ? h("a", { href: `/workflows/${body.workflow}` }, body.workflow) : null],
         ["step", state === "evaluated" ? null : body.total ? `${number(body.step)} of ${number(body.total)}` : number(body.step)],
-        [body.config["train.objective.type"] === "align" ? "loss" : "loss (nats)", known(loss)], // a distance of hidden states has no unit
+        [body.loss_unit ? "loss (nats)" : "loss", known(loss)],
         ["validation loss (nats)", known(validation)],
         ["gradient spikes", known(spikes)],
         ["tokens/s", known(pace)],

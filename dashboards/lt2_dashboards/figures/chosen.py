@@ -1,0 +1,73 @@
+"""Which result a figure over many runs is about, of which of them, and whether it is one quantity in all of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lt2.config import ConfigError
+from lt2_dashboards.queries import Snapshot, Source
+from lt2_dashboards.runs_table import MAX_QUERY, matching, unusable
+
+MAX_RUNS = 1_000
+# What runs are ranked by unless another result is asked for: the first of these that half of them have. Training losses
+# come last: runs that do not minimise the same cannot be compared by them.
+RESULTS = ("validation/perplexity/perplexity", "validation_loss", "loss")
+_PER_TOKEN = re.compile(r"loss|perplexity|ppl|(^|/)(ce|kl)($|/)")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """`runs` have a finite value of `metric`, newest first, and differ in the settings `varying`; `refused` says why
+    their values are not one quantity, "" where they are."""
+
+    metric: str
+    runs: list[tuple[str, float]]
+    varying: list[str]
+    notes: list[str]
+    refused: str
+
+
+def choose(source: Source, q: str, metric: str) -> Chosen:
+    """The runs that match `q` by `metric`, or by one of RESULTS for "". Raises ConfigError for a bad filter."""
+    if len(q) > MAX_QUERY:
+        raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
+    snapshot, now = source.snapshot(), source.clock()
+    asked = (metric,) if metric else RESULTS
+    found = {name: matching(snapshot, now=now, q=q, metric=name, limit=MAX_RUNS) for name in asked}
+    most = max(len(runs) for runs, _ in found.values())
+    metric = next(name for name, (runs, _) in found.items() if 2 * len(runs) >= most) if most else asked[-1]
+    runs, varying = found[metric]
+    names = [run for run, _ in runs]
+    notes, refused = [], ""
+    if lost := unusable(snapshot, now=now, q=q, metric=metric):
+        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        notes.append(f"Left out, since their value is NaN or infinite: {', '.join(lost[:5])}{more}.")
+    if metric == "loss" and len(kinds := _settings(snapshot, names, "train.objective.type", "next_token")) > 1:
+        refused = (
+            f"These runs minimise different things ({', '.join(kinds)}), so their losses are not one quantity. Choose "
+            "validation_loss or an evaluation as the result, or filter by objective.type."
+        )
+    if _PER_TOKEN.search(metric) and len(_settings(snapshot, names, "data.fingerprint", "")) > 1:
+        notes.append(
+            "These runs read different data (data.fingerprint): losses and perplexities of another text or tokenizer "
+            "have another scale."
+        )
+    if "/" not in metric and (still := _unfinished(snapshot, names)):
+        notes.append(f"Of {still} {'run' if still == 1 else 'runs'} that did not end, it is the last value logged.")
+    return Chosen(metric, runs, varying, notes, refused)
+
+
+def _settings(snapshot: Snapshot, runs: list[str], key: str, missing: str) -> list[str]:
+    """The different values of a setting; `missing` is that of runs that do not say."""
+    found = snapshot.query(
+        "SELECT DISTINCT coalesce(c.text, ?) FROM (SELECT unnest(?) AS run) r "
+        "LEFT JOIN config c ON c.run = r.run AND c.key = ? ORDER BY 1",
+        [missing, runs, key],
+    )
+    return [text for (text,) in found]
+
+
+def _unfinished(snapshot: Snapshot, runs: list[str]) -> int:
+    found = snapshot.query("SELECT count(*) FROM runs WHERE list_contains(?, run) AND state <> 'finished'", [runs])
+    return found[0][0]

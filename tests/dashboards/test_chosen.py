@@ -1,0 +1,95 @@
+"""Which result the figures over many runs show, of which runs, and when they refuse to compare them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lt2_dashboards.figures import FIGURES, draw
+from lt2_dashboards.figures.figure import Figure
+from lt2_dashboards.queries import Source
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
+
+
+@pytest.fixture
+def store(tmp_path) -> ResultsStore:
+    return ResultsStore(Storage(str(tmp_path)))
+
+
+def add(store: ResultsStore, run: str, *, objective: str | None = "next_token", seed: int = 0, data: str = "x", **last):
+    train: dict[str, Any] = {"seed": seed} | ({"objective": {"type": objective}} if objective else {})
+    perplexity = last.pop("perplexity", None)
+    with store.create_run(run, {"config": {"train": train, "data": {"fingerprint": data}}}) as writer:
+        writer.log(1, last)
+        if perplexity is not None:
+            writer.log_eval("validation", [{"task": "perplexity", "metric": "perplexity", "value": perplexity}])
+
+
+def figure(store: ResultsStore, name: str = "seeds", **query: str) -> Figure:
+    return draw(FIGURES[name], Source(store.storage.root), query)
+
+
+@pytest.mark.parametrize("name", ["seeds", "sweep"])
+def test_losses_of_different_objectives_are_not_ranked(store, name):
+    add(store, "a", objective=None, loss=3.0, ce=3.0)  # from before there were several
+    add(store, "b", loss=2.9, ce=2.9)
+    add(store, "c", objective="distill", loss=0.4, kl=0.4)
+    found = figure(store, name)
+    assert found.option["empty"].startswith("These runs minimise different things (distill, next_token)")
+    assert (found.rows, found.title.split(" by ")[0]) == ([], "loss")
+    assert len(figure(store, name, q="objective.type!=distill").rows) > 0
+    assert len(figure(store, name, metric="ce").rows) > 0
+
+
+def test_what_most_runs_have_of_the_comparable_results_is_shown(store):
+    for seed in (0, 1):
+        add(store, f"a{seed}", seed=seed, loss=3.0, validation_loss=3.1)
+    assert figure(store).title == "validation_loss by configuration"
+    add(store, "evaluated", loss=2.0, perplexity=20.0)
+    assert figure(store).title == "validation_loss by configuration"  # one of three has the other
+    add(store, "also", loss=2.0, seed=1, perplexity=22.0)
+    assert figure(store).title == "validation/perplexity/perplexity by configuration"
+    assert figure(store, metric="loss").title == "loss by configuration"
+
+
+def test_what_does_not_count_is_told(store):
+    for seed, loss in enumerate((2.0, math.inf, math.nan)):
+        add(store, f"r{seed}", seed=seed, loss=loss)
+    open_run = store.create_run("live", {"config": {"train": {"seed": 9}, "data": {"fingerprint": "x"}}})
+    open_run.log(1, {"loss": 2.5})
+    open_run.flush()
+    notes = figure(store).notes
+    assert notes[0] == "Left out, since their value is NaN or infinite: r2, r1."
+    assert "Of 1 run that did not end, it is the last value logged." in notes
+
+
+def test_runs_on_other_data_are_no_repeats_and_their_scale_is_told(store):
+    for seed, data in ((0, "x"), (1, "x"), (2, "y")):
+        add(store, f"r{seed}", seed=seed, data=data, loss=2.0 + seed)
+    found = figure(store)
+    assert [row[found.columns.index("names")] for row in found.rows] == ["r1, r0", "r2"]
+    assert any(note.startswith("These runs read different data (data.fingerprint)") for note in found.notes)
+    assert not any("different data" in note for note in figure(store, q="fingerprint=x").notes)
+
+
+def test_of_cross_entropies_the_lowest_is_best(store):
+    add(store, "a", ce=3.0, data="x")
+    add(store, "b", ce=2.0, data="y")
+    assert [row[-1] for row in figure(store, metric="ce").rows] == ["b", "a"]
+
+
+def test_curves_of_different_objectives_say_so_and_have_no_unit_that_does_not_hold(store):
+    add(store, "plain", loss=3.0)
+    add(store, "distilled", objective="distill", loss=0.3)
+    add(store, "aligned", objective="align", loss=0.01)
+    add(store, "own", objective="mine", loss=7.0)
+    titles = {run: figure(store, "curves", runs=run).title for run in ("plain", "distilled", "aligned", "own")}
+    in_nats = "Training loss (nats per token)"
+    assert titles == {"plain": in_nats, "distilled": in_nats, "aligned": "Training loss", "own": "Training loss"}
+    both = figure(store, "curves", runs="plain,distilled")
+    assert "Losses of different objectives (distill, next_token) are not one quantity." in both.notes
+    units = {row["run"]: row["unit"] for row in store.results() if row["metric"] == "loss"}
+    assert units == {"plain": "nats/token", "distilled": "nats/token", "aligned": "", "own": ""}
