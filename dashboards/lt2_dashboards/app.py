@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 
 import uvicorn
 from botocore.exceptions import BotoCoreError
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
@@ -44,7 +44,12 @@ DEFAULT_PORT = 8787
 def create_app(root: str | None, access: Access) -> FastAPI:
     """The ASGI application over one storage root."""
     source = Source(root)
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+    def there(request: Request) -> None:
+        if request.url.path.startswith("/api/") and request.url.path != "/api/root":
+            source.check_there()
+
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(there)])
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=4)
     app.add_middleware(Guard, access=access)
     app.add_exception_handler(ConfigError, lambda request, error: JSONResponse({"error": str(error)}, 400))

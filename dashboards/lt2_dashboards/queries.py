@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from lt2_platform.evaluate.repeats import STANDING_SQL
 from lt2_platform.results.index import Layers, read_layers
 from lt2_platform.results.store import NOTE, Curves, ResultsStore, RunInfo
 from lt2_platform.results.tables import Eval, Tables
-from lt2_platform.storage import Storage
+from lt2_platform.storage import S3, Storage
 
 FRESH_SECONDS = 0.5  # one page asks several questions at once; the store is listed once for all of them
 # SQL: which evaluation rows are a validation perplexity
@@ -94,6 +95,23 @@ class Source:
         self._snapshot: Snapshot | None = None
         self._checked = float("-inf")
         self._curves: OrderedDict[str, tuple[tuple[str, float], Curves]] = OrderedDict()
+        self._was_there = False
+
+    def check_there(self) -> None:
+        """Raise FileNotFoundError where a folder that was there has gone or is empty, as a mount's is without its disk.
+
+        Those who read it would take it for a store of no runs.
+        """
+        if self.storage.root.startswith(S3):
+            return
+        try:
+            with os.scandir(self.storage.root) as entries:
+                there = next(entries, None) is not None
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        if self._was_there and not there:
+            raise FileNotFoundError("it is gone or empty: unmounted, moved or removed; it is looked for again")
+        self._was_there = there
 
     def snapshot(self) -> Snapshot:
         """The newest picture of the store, looked at by this call or in the half second before it."""

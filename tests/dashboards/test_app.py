@@ -352,3 +352,26 @@ def test_sql_and_python_agree_on_which_result_stands_higher():
     table.executemany("INSERT INTO evals VALUES (?)", [[json.dumps(row)] for row in rows])
     found = table.execute(f"SELECT {STANDING_SQL} FROM evals ORDER BY rowid").fetchall()
     assert [standing for (standing,) in found] == [standing(row) for row in rows]
+
+
+@pytest.mark.parametrize("left_empty", [False, True])
+def test_a_folder_that_vanishes_is_no_empty_store(tmp_path, monkeypatch, left_empty):
+    """Moved away, or unmounted, which leaves the empty folder under it."""
+    monkeypatch.setattr(queries, "FRESH_SECONDS", 0.0)
+    root, elsewhere = tmp_path / "store", tmp_path / "moved"
+    client = TestClient(create_app(str(root), Access("none")), base_url="http://127.0.0.1:8787")
+    assert body(client.get("/api/runs"))["all"] == 0  # not there yet
+    fill(root)
+    assert body(client.get("/api/runs"))["all"] == 5
+    root.rename(elsewhere)
+    if left_empty:
+        root.mkdir()
+    for address in ("runs", "runs/full-1", "workflows", "figures/seeds", "figures/seeds.csv"):
+        refused = client.get(f"/api/{address}")
+        assert refused.status_code == 503
+        assert "store cannot be read just now (it is gone or empty" in refused.json()["error"]
+    assert client.get("/runs").status_code == 200  # the page itself, which says so
+    if left_empty:
+        root.rmdir()
+    elsewhere.rename(root)
+    assert body(client.get("/api/runs"))["all"] == 5

@@ -4,9 +4,10 @@ const seen = new Map(); // address -> { etag, body }
 
 // `away`: the server or its store cannot be reached just now, which says nothing about what was asked.
 export class ServerError extends Error {
-  constructor(message, { away = false } = {}) {
+  constructor(message, { away = false, store = false } = {}) {
     super(message);
     this.away = away;
+    this.store = store; // it is the store
   }
 }
 
@@ -23,7 +24,7 @@ export async function get(address, signal) {
   if (response.status === 401) throw new ServerError("This session has ended. Open the address that `lt2 dashboard` printed.");
   if (!response.ok) {
     const refusal = await response.json().catch(() => ({}));
-    throw new ServerError(refusal.error ?? `The server answered ${response.status}.`, { away: response.status === 503 });
+    throw new ServerError(refusal.error ?? `The server answered ${response.status}.`, { away: response.status === 503, store: response.status === 503 });
   }
   let body;
   try {
@@ -52,13 +53,13 @@ export function poll(address, show, fail, { every = 2000 } = {}) {
     try {
       const { body, changed } = await get(address, controller.signal);
       if (changed || first || failed) show(body);
-      if (failed || first) connection("");
+      if (failed || first) connection(null);
       first = failed = false;
     } catch (error) {
       if (error.name === "AbortError") return;
       failed = true;
       if (!(error instanceof ServerError)) console.error(error);
-      connection(first ? "" : "reconnecting…");
+      connection(first ? null : error);
       if (first) fail(error);
     } finally {
       busy = false;
@@ -76,6 +77,9 @@ export function query(parameters) {
   return text ? `?${text}` : "";
 }
 
-export function connection(text) {
-  document.getElementById("connection").textContent = text;
+// What the head of the page says of the connection: nothing, or what is away.
+export function connection(error) {
+  const said = document.getElementById("connection");
+  said.textContent = error ? `${error.store ? "the store is away, " : ""}reconnecting…` : "";
+  said.title = error ? error.message : "";
 }

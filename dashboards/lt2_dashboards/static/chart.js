@@ -52,7 +52,7 @@ export function figure(name, options = {}) {
     try {
       const bare = options.small && table.hidden ? { rows: "0" } : {};
       const answer = await get(`/api/figures/${name}${query({ ...next, ...bare })}`, controller.signal);
-      if (away) connection("");
+      if (away) connection(null);
       away = false;
       if (!answer.changed && body === answer.body) return;
       body = answer.body;
@@ -65,7 +65,7 @@ export function figure(name, options = {}) {
       if (error.name === "AbortError") return;
       if (error.away && body && bodyOf === address()) { // what is drawn stays until the server is back
         away = true;
-        return connection("reconnecting…");
+        return connection(error);
       }
       body = null;
       clear();
