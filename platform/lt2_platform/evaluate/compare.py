@@ -29,7 +29,8 @@ class Answer(NamedTuple):
 
 
 Answers = dict[Item, Answer]
-_ASKED_AS = re.compile(rf"\+({'|'.join(('chat', *get_args(Template)))})\b.*")  # what harness.chat.label adds to a task
+# What harness.chat.label adds to a task.
+_ASKED_AS = re.compile(rf"\+([0-9]+-shot|{'|'.join(('chat', *get_args(Template)))})\b.*")
 
 
 def compare(a: str, b: str, depths: tuple[str | None, str | None] = (None, None)) -> list[dict[str, Any]]:
@@ -38,7 +39,7 @@ def compare(a: str, b: str, depths: tuple[str | None, str | None] = (None, None)
     a, b: folders (or URIs) of evaluations, with samples/*.jsonl somewhere below. The error is of the mean of paired
     differences; the p-value is two-sided: exact for right/wrong metrics (McNemar: of the items only one got right, half
     by chance), else of Student's t-test of the differences. A task that the two were asked in different ways only
-    (gsm8k and gsm8k+chat, or with other examples) is compared all the same, and its note says so.
+    (gsm8k and gsm8k+chat, or gsm8k+0-shot) is compared all the same, and its note says so.
 
     depths: of a and of b, what `scores` takes.
 

@@ -26,7 +26,7 @@ from lt2_platform.evaluate.harness.scoring import Scored
 from lt2_platform.storage import Storage
 from tests.platform import chats
 from tests.platform.evaluate.items import choices, write
-from tests.platform.evaluate.test_formats import hub_folder, sums
+from tests.platform.evaluate.test_formats import MATH, hub_folder, math_scoring_installed, sums
 from tests.platform.evaluate.tiny import model, save
 
 
@@ -113,10 +113,27 @@ def test_few_shot_prompts_have_the_token_ids_of_training(tmp_path, gsm8k, traine
         ((answer, right),) = [(ids[len(prompt) :], said) for ids, said in possible if ids[: len(prompt)] == prompt]
         assert tokenizer.decode(answer).startswith(right)
         assert prompt.count(tokenizer.bos_id) == 1
-    called = "gsm8k+chat" + "+one-turn" * (not multiturn) + "+system-213c22" * bool(system)
+    called = "gsm8k+2-shot+chat" + "+one-turn" * (not multiturn) + "+system-213c22" * bool(system)
     assert {row["task"] for row in rows} == {called}
     assert {(row["chat"], row["multiturn"], row["system"]) for row in rows} == {(template, multiturn, system)}
     assert (tmp_path / "out" / "samples" / f"{called}.jsonl").is_file()
+
+
+@pytest.mark.skipif(not math_scoring_installed(), reason="needs math-verify and antlr 4.11, which moto does not take")
+@pytest.mark.parametrize("multiturn", [True, False])
+def test_minerva_math_is_asked_with_its_four_examples(tmp_path, multiturn):
+    for row in MATH:
+        hub_folder(tmp_path / "hendrycks_math" / row["type"].lower(), test=[row, row])
+    packs.build(str(tmp_path / "pack"), packs.discover(str(tmp_path)))
+    tokenizer = chats.tokenizer(tmp_path / "tokenizer", *chats.MARKERS["chatml"])
+    said = tokenizer.encode_batch(["Final Answer: The final answer is $2$. I hope it is correct."])[0].tolist()
+    answer = [*said, tokenizer.special_id("<|im_end|>")]
+    rows, listener = ask(tmp_path, tokenizer, "chatml", "minerva_math", answer, multiturn=multiturn)
+    assert {row["task"] for row in rows} == {"minerva_math+chat" + "+one-turn" * (not multiturn)}
+    assert {row["metric"]: row["value"] for row in rows} == {"exact_match": 0.5, "math_verify": 0.5}
+    for prompt in map(tokenizer.decode, listener.prompts):
+        assert prompt.count("Problem:\n") == 5
+        assert prompt.count("assistant\n") == (5 if multiturn else 1)
 
 
 def test_an_answer_ends_with_the_assistants_turn(tmp_path, gsm8k, trained):

@@ -72,6 +72,13 @@ def test_items_that_were_asked_with_other_examples_are_told(tmp_path):
     assert compare(a, a)[0]["note"] == ""
 
 
+def test_a_task_asked_with_other_examples_is_compared_with_a_note(tmp_path):
+    a = write(tmp_path / "a", {0: 1, 1: 0})
+    for task in ("arc_easy+3-shot", "arc_easy+3-shot+chat"):
+        (row,) = compare(a, write(tmp_path / task, {0: 1, 1: 1}, task=task))
+        assert (row["task"], row["difference"], row["note"]) == ("arc_easy", 0.5, f"asked differently: b as {task}")
+
+
 def test_only_common_items_count_and_the_rest_is_named(tmp_path):
     a = write(tmp_path / "a", {0: 1, 1: 0, 2: 1})
     b = write(tmp_path / "b", {0: 1, 1: 1, 3: 0}, hashes={0: "another document"})

@@ -252,8 +252,9 @@ def test_few_shot_examples_need_a_training_split(tmp_path, pack):
     first = run(checkpoint, few, tmp_path / "out1", tasks=("mine",), num_fewshot=2)
     again = run(checkpoint, few, tmp_path / "out2", tasks=("mine",), num_fewshot=2)
     other = run(checkpoint, few, tmp_path / "out3", tasks=("mine",), num_fewshot=2, seed=5)
-    hashes = lambda out: [json.loads(line)["prompt_hash"] for line in next(out.glob("**/mine.jsonl")).open()]  # noqa: E731
+    hashes = lambda out: [json.loads(line)["prompt_hash"] for line in next(out.glob("**/mine*.jsonl")).open()]  # noqa: E731
     assert first == again
+    assert {(row["task"], row["num_fewshot"]) for row in first} == {("mine+2-shot", 2)}  # another task than mine
     assert hashes(tmp_path / "out1") == hashes(tmp_path / "out2") != hashes(tmp_path / "out3")
     assert first[0]["task_sha256"] != other[0]["task_sha256"]
 

@@ -100,6 +100,7 @@ def test_no_template_is_written_that_would_give_other_ids(tmp_path):
     file = chats.tokenizer_file(tmp_path / "tokenizer", *chats.MARKERS["chatml"], pre_tokenizer=marks)
     said = export(checkpoint(tmp_path, file, "chatml"), tmp_path / "out")
     assert "no chat template is written: transformers encodes a conversation as one text" in said
+    assert "ask the checkpoint by `lt2 generate --chat`" in said
     assert not (tmp_path / "out" / FILE).exists()
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert len(ends) == 2

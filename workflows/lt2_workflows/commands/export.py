@@ -90,6 +90,7 @@ def write_chat_template(template: str, tokenizer_file: str, files: Path) -> tupl
     else:
         said = (
             f"no chat template is written: transformers encodes a conversation as one text, and from that tokenizer "
-            f"{tokenizer.name} does not make the token ids that training with {template} has"
+            f"{tokenizer.name} does not make the token ids that training with {template} has; ask the checkpoint by "
+            "`lt2 generate --chat` or `lt2 eval --chat`, or give generate() the ids of `trained_ids` (docs/data.md)"
         )
     return [] if stop is None else [stop], said

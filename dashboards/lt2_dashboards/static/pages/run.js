@@ -130,7 +130,7 @@ export function runPage(main, run) {
       results.some((row) => row.name === "depth") ? ["depth", "Depth"] : null,
     ].filter(Boolean);
     if (!body.evals.length) return null;
-    const extra = [...new Set(results.flatMap((row) => Object.keys(row)))].filter((key) => !["name", "task", "metric", "value"].includes(key) && results.some((row) => row[key] !== null && row[key] !== "" && row[key] !== undefined));
+    const extra = [...new Set(["stderr", "n", "limit", "num_fewshot", ...results.flatMap((row) => Object.keys(row))])].filter((key) => !["name", "task", "metric", "value"].includes(key) && results.some((row) => row[key] !== null && row[key] !== "" && row[key] !== undefined));
     const columns = ["name", "task", "metric", "value", ...extra];
     const rows = results.map((row) => columns.map((column) => (/sha256$/.test(column) ? row[column]?.slice(0, 8) : row[column]) ?? null));
     return h("section", { class: "panel wide" }, h("h2", {}, "Evaluations", h("span", { class: "links" }, links.map(([name, text]) => h("a", { href: `/figures/${name}?runs=${run}` }, text)))),

@@ -141,11 +141,15 @@ def chat_of(config: HarnessConfig, source: ModelSource, tokenizer: Tokenizer) ->
     return TrainedChat(known[0], "chat", tokenizer)
 
 
-def label(task: str, config: HarnessConfig, chat: Chat | None, *, shots: int) -> str:
-    """What a task is called in rows and samples: one that is asked otherwise is another task, for every reader."""
+def label(task: str, config: HarnessConfig, chat: Chat | None, *, shots: int, usual: int) -> str:
+    """What a task is called in rows and samples: one that is asked otherwise is another task, for every reader.
+
+    shots, usual: examples before each item, and how many the task's definition says.
+    """
+    marks = [task] if shots == usual else [task, f"{shots}-shot"]
     if chat is None:
-        return task
-    marks = [task, chat.mark]
+        return "+".join(marks)
+    marks.append(chat.mark)
     if shots and not config.multiturn:
         marks.append("one-turn")
     if config.system:

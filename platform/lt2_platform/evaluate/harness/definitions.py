@@ -28,7 +28,7 @@ class Definition:
     """An lm-eval task on its data, and the sha256 of both.
 
     `length` is how many tokens its prompts and their continuations were made to fill; None where rows name no length.
-    `shots` is how many examples are asked before each item.
+    `shots` is how many examples are asked before each item, `usual_shots` how many its definition says.
     """
 
     task: Any
@@ -36,6 +36,7 @@ class Definition:
     sha256: str
     length: int | None = None
     shots: int = 0
+    usual_shots: int = 0
 
 
 def define(
@@ -54,7 +55,8 @@ def define(
     # Its bar shows how prompts are made, which takes no time, in the middle of our count of the batches.
     lm_eval.api.task.tqdm = lambda items, **_: items  # type: ignore[assignment]
     settings, texts = definition_of(name, record)
-    shots = settings.get("num_fewshot", 0) if config.num_fewshot is None else config.num_fewshot
+    usual = settings.get("num_fewshot") or 0
+    shots = usual if config.num_fewshot is None else config.num_fewshot
     fixed = (settings.get("fewshot_config") or {}).get("samples") is not None  # examples are part of the definition
     storage = Storage(config.pack)
     split = packs.evaluated_split(record)
@@ -97,7 +99,7 @@ def define(
     if examples and "subject" in data[split].column_names:
         examples_of_subject(name, task, data, split, shots)
     sized = "max_length" in COLUMNS.get(record["format"], ())
-    return Definition(task, split, sha256, max(data[split]["max_length"]) if sized else None, shots)
+    return Definition(task, split, sha256, max(data[split]["max_length"]) if sized else None, shots, usual)
 
 
 def examples_of_subject(name: str, task: Any, data: Mapping[str, Any], split: str, shots: int) -> None:

@@ -68,8 +68,9 @@ def evaluate(
     interrupted evaluation finds again. What a looped model spent is in the rows, each task's own. `scorer` answers here
     when `actors` is 0, and says the window's length in any case, except that a looped model reads needles and RULER as
     long as they were made, if `config.max_length` is not given. One of random layout is evaluated by its draws' vote;
-    its rows say how many `votes`. What is asked as conversations is a task of another name, such as gsm8k+chat, and its
-    rows say by which `chat` template.
+    its rows say how many `votes`. What is asked with more or fewer examples than its definition has, or as
+    conversations, is a task of another name (arc_easy+3-shot, gsm8k+chat); rows of the latter say by which `chat`
+    template.
     """
     from lt2_platform.evaluate.harness.lm import HarnessLM
 
@@ -123,7 +124,7 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
         apply_chat_template=lm.chat is not None,
         fewshot_as_multiturn=lm.chat is not None and config.multiturn,
     )
-    called = label(name, config, lm.chat, shots=definition.shots)
+    called = label(name, config, lm.chat, shots=definition.shots, usual=definition.usual_shots)
     samples = [line for lines in found["samples"].values() for line in lines]
     items = [item_scores(sample) for sample in samples]
     text = "".join(json.dumps({"task": called, **item}) + "\n" for item in items)
