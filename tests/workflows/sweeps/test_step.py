@@ -26,7 +26,14 @@ def start(root: Path, *arguments: str) -> subprocess.Popen:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-m", "lt2_workflows.cli", "sweep", *arguments, "--storage", str(root)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,  # so that its process group can be signalled
+    )
 
 
 def finish(driver: subprocess.Popen, code: int = 0) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -49,9 +50,9 @@ def test_running_trials_save_and_the_same_command_goes_on(tmp_path):
     driver = start(root, *arguments)
     wait_until(lambda: all((folder / "out/progress.json").exists() for folder in folders), "both trials", 600)
     assert checkpoints() == [[], []]
-    driver.send_signal(signal.SIGINT)
+    os.killpg(driver.pid, signal.SIGTERM)  # of all that the driver started, none but itself is in its group
     began = time.monotonic()
-    output = interrupted(root, driver, signal.SIGINT)
+    output = interrupted(root, driver, signal.SIGTERM)
     assert time.monotonic() - began < 60
     assert "sweep      saves a checkpoint and stops, within 60 s; Ctrl-C again stops at once\n" in output
     assert "interrupted: stopped as asked; 0 of 2 trials have ended\n" in output
@@ -92,12 +93,12 @@ def test_what_waits_is_not_begun_and_a_second_signal_does_not_wait_for_saves(tmp
     for name, trace in traces.items():
         mark = "second.line0" if name == "no" else "second.saves"
         wait_until((trace / mark).exists, "a trial's second step", 600)
-    driver.send_signal(signal.SIGTERM)
+    driver.send_signal(signal.SIGINT)
     if other == "never":
         wait_until(lambda: any(lease["released"] for lease in attempts()), "the trial that saves", 60)
         assert driver.poll() is None
-        driver.send_signal(signal.SIGTERM)
-    output = interrupted(root, driver, signal.SIGTERM)
+        driver.send_signal(signal.SIGINT)
+    output = interrupted(root, driver, signal.SIGINT)
     if other == "never":
         assert "sweep      interrupted: stopped by " in output  # SIGUSR1, or a signal, when Ray passes it on
         wait_until(lambda: all(died_here(lease) for lease in attempts()), "the trials' steps to end", 20)

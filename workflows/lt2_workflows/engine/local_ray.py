@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def _start(**options: Any) -> None:
 
     for left in reversed(range(STARTS)):
         try:
-            with kept(signal.SIGTERM):  # Ray's handler ends the process with its leases unreleased
+            # Ray's handler would end the process with its leases unreleased.
+            with kept(signal.SIGTERM), _out_of_our_group():
                 ray.init(address="local", include_dashboard=False, **options)
             return
         except Exception as error:  # whatever our fixed options run into; Ray has no class for it
@@ -88,6 +90,21 @@ def _start(**options: Any) -> None:
                     "busy, look whether memory, disk or processes have run out, and give the same command again"
                 ) from error
             log.warning("Ray did not start (%s); starting it again", _said(error))
+
+
+@contextmanager
+def _out_of_our_group() -> Iterator[None]:
+    """While the block runs, Ray's processes start in sessions of their own. A signal to our process group (`timeout`, a
+    scheduler, kill -- -PGID) then is for us alone, who save before we stop them. However we end, the kernel ends them.
+    """
+    from ray._private import services  # there is no public way
+
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def unanswered(address: str) -> str:
