@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,6 +61,10 @@ app.add_typer(clusters.cluster, name="cluster")
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, treated like Ctrl-C."""
+
+
+TWICE_S = 0.5
+"""SIGTERM again so soon is the same request: `timeout`, for one, signals its command and then the process group."""
 
 
 @app.command()
@@ -194,7 +201,7 @@ def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, 
     from lt2_workflows.console import Console
     from lt2_workflows.engine import executor
 
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _terminator())
     texts: dict[str, str] = {}
     runs: dict[str, None] = {}
     console = Console()
@@ -233,8 +240,16 @@ def _exit_code(outcomes: dict[str, Outcome]) -> int:
     return 2 if "bad_input" in states else 0
 
 
-def _terminate(signum: int, frame: Any) -> None:
-    raise Terminated
+def _terminator() -> Callable[[int, Any], None]:
+    came = -math.inf
+
+    def terminate(signum: int, frame: Any) -> None:
+        nonlocal came
+        before, came = came, time.monotonic()
+        if came - before > TWICE_S:
+            raise Terminated
+
+    return terminate
 
 
 def main() -> None:

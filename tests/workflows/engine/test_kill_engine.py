@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lt2_platform.storage import Storage
+from lt2_workflows import cli
 from lt2_workflows.engine import child, executor
 from tests.workflows.conftest import Run, wait_until
 
@@ -154,8 +156,11 @@ def test_a_second_signal_does_not_wait_for_the_save(make_run):
     assert Storage(run.root).read_json(lease)["released"]
 
 
-def test_a_step_that_never_saves_is_not_waited_for_for_ever(make_run, monkeypatch):
-    monkeypatch.setattr(child, "SAVE_GRACE_S", 0.5)
+@pytest.mark.parametrize("ray", ["answers", "is gone"])
+def test_a_step_that_never_saves_is_not_waited_for_for_ever(ray, make_run, monkeypatch):
+    patience = {"RAY_GONE_S": 0.5, "SAVE_GRACE_S": 3600} if ray == "is gone" else {"SAVE_GRACE_S": 0.5}
+    for name, seconds in patience.items():
+        monkeypatch.setattr(child, name, seconds)
     run = make_run(steps=("first",), settings=("first.pause_s=600", "first.saves=never"))
     run.trace.mkdir()
     said = []
@@ -168,9 +173,25 @@ def test_a_step_that_never_saves_is_not_waited_for_for_ever(make_run, monkeypatc
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        executor.run(run.workflow(), Storage(run.root), say=say)
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        if ray == "answers":
+            head.listen()
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(run.workflow(), Storage(run.root), say=say)
     assert said[-2:] == [("stopping", None), ("interrupted", "stopped by SIGUSR1")]
+
+
+def test_a_sigterm_that_comes_twice_at_once_is_one(monkeypatch):
+    now = iter([100.0, 100.0 + cli.TWICE_S / 2, 100.0 + 3 * cli.TWICE_S])
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(now))
+    terminate = cli._terminator()
+    with pytest.raises(cli.Terminated):
+        terminate(signal.SIGTERM, None)
+    terminate(signal.SIGTERM, None)
+    with pytest.raises(cli.Terminated):
+        terminate(signal.SIGTERM, None)
 
 
 def test_two_drivers_at_once_share_the_work(any_root, make_run, undisturbed):

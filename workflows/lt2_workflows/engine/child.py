@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2_platform.cores import share
 from lt2_workflows.engine.attempt import AT_ONCE, FAILED, INFRASTRUCTURE
+from lt2_workflows.engine.local_ray import unanswered
 from lt2_workflows.graph import Step
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S = 20.0
 SAVE_GRACE_S = 60.0  # for a step that saves before it stops
+RAY_GONE_S = 5.0  # without an answer from Ray: workers that were signalled too may yet save
 LAST_WORDS_S = 5.0  # for what a child said last to come through its pipe
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
@@ -73,7 +75,8 @@ def run_child(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, A
 
 def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
     """The child's events until it ends. When the driver is stopping it asks the child to, lets it save if it says that
-    it does, insists, and kills it.
+    it does, insists, and kills it. Whoever signals every process (systemd, `scancel --full`) has ended Ray as well:
+    nobody then says that it is saved, and Ray's library would abort child and driver after a minute.
     """
     lines: queue.Queue[str | None] = queue.Queue()
 
@@ -84,12 +87,15 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    deadline, saving, gone = math.inf, False, math.inf
+    deadline, saving, gone, answered = math.inf, False, math.inf, math.inf
     while True:
         if driver.stopping.is_set() and deadline == math.inf:
             child.terminate()
             deadline = time.monotonic() + (SAVE_GRACE_S if saving else STOP_GRACE_S)
-        if saving and (driver.at_once.is_set() or time.monotonic() > deadline):
+            answered = time.monotonic()
+        if saving and not unanswered(driver.environment.get("RAY_ADDRESS", "")):
+            answered = time.monotonic()
+        if saving and (driver.at_once.is_set() or time.monotonic() > min(deadline, answered + RAY_GONE_S)):
             child.send_signal(AT_ONCE)
             deadline, saving = time.monotonic() + STOP_GRACE_S, False
         if time.monotonic() > deadline:
