@@ -166,13 +166,18 @@ def compact(storage: Storage) -> int:
         if layers.skipped:
             raise OSError(f"not compacting, or its runs would be forgotten: {layers.skipped[0]}; restore that file")
         broken = {problem.split(":")[0].rsplit("/", 1)[-1] for problem in layers.journal.skipped}
-        ended = {f"{run_id}.json" for run_id, run in layers.journal.runs.items() if run.state != "running"}
+        ended = {run.run_id: run for run in layers.journal.runs.values() if run.state != "running"}
         # Those that a compactor folded and has not deleted, or never will, must not count as new once its list is gone.
         evals = sorted({*layers.folded, *(name for name in layers.entries if "~" in name and name not in broken)})
         generation = layers.generation + 1
         if publish(storage, layers.tables(), generation, evals):
             break
-    for name in [*sorted(ended - broken), *evals]:
+    for run_id in sorted(ended):
+        # A run that was resumed meanwhile has a newer word there, which may be its last.
+        now = _read_journal(storage, [f"{run_id}.json"])
+        if now is not None and run_id in now.runs and now.runs[run_id].to_json() == ended[run_id].to_json():
+            storage.delete(f"{JOURNAL}/{run_id}.json")
+    for name in evals:
         storage.delete(f"{JOURNAL}/{name}")
     _remove_old_generations(storage, generation)
     return generation

@@ -122,6 +122,22 @@ def test_a_compactor_killed_before_it_deletes_counts_no_evaluation_twice(local, 
     assert local.storage.list(results_index.JOURNAL) == []
 
 
+def test_a_run_that_is_resumed_and_ends_while_its_failure_is_folded_is_finished(local, monkeypatch):
+    local.create_run("a", {}).close(state="failed")
+    local.create_run("b", {}).close()
+    publish = results_index.publish
+
+    def meanwhile(*arguments):
+        published = publish(*arguments)
+        local.create_run("a", {}).close({"loss": 1.0})
+        return published
+
+    monkeypatch.setattr(results_index, "publish", meanwhile)
+    compact(local.storage)
+    assert (local.run("a").state, local.run("a").summary) == ("finished", {"loss": 1.0})
+    assert local.storage.list("results/journal") == ["a.json"]  # what is folded as it is has left the journal
+
+
 def test_the_longest_names_there_may_be(local):
     run_id, name = "r" * 128, "e" * 128
     local.create_run(run_id, {}).close()
