@@ -267,15 +267,17 @@ def _candidates(uri: str) -> list[str]:
 
 
 def _intact(uri: str) -> str:
-    """`resolve`, but reading every file; a damaged one is passed over, loudly, when `uri` leaves a choice."""
-    candidates = _candidates(uri)
-    for candidate in candidates:
-        if not (problems := damage(candidate)):
-            return candidate
-        log.error("checkpoint %s is damaged: %s", candidate, "; ".join(problems))
-    # Beside a checkpoint that was named there may be others; a run of which none is intact must be made again.
-    advice = "use another" if candidates == [Storage(uri).root] else remaking(uri, "use another run")
-    raise CheckpointError(f"{candidates[0]}: damaged checkpoint ({'; '.join(damage(candidates[0]))}); {advice}")
+    """`resolve`, but reading every file. Raises CheckpointError for a damaged one also where `uri` leaves a choice:
+    whoever reads weights must know of which step they are.
+    """
+    newest, *older = _candidates(uri)
+    if not (problems := damage(newest)):
+        return newest
+    if (intact := next((one for one in older if not damage(one)), None)) is not None:
+        advice = f"the newest intact one is {intact}: name that, or remove the damaged one"
+    else:  # beside a checkpoint that was named there may be others; a run of which none is intact must be made again
+        advice = "use another" if newest == Storage(uri).root else remaking(uri, "use another run")
+    raise CheckpointError(f"{newest}: damaged checkpoint ({'; '.join(problems)}); {advice}")
 
 
 def check_matches(info: CheckpointInfo, config: ModelConfig, tokenizer: dict[str, Any]) -> None:
@@ -316,7 +318,7 @@ def load(uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainS
 def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
     """(model on CPU in fp32 and eval mode, its config, tokenizer info) in one process; `uri` as for `resolve`.
 
-    A damaged newest checkpoint of a folder is passed over, loudly.
+    A damaged one is refused, and the newest intact one of the folder named.
 
     The tokenizer is `load_tokenizer(info["file"] or "byte")`: "file" is a full path, None for the built-in one.
     """

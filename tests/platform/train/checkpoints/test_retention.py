@@ -176,14 +176,17 @@ def test_nothing_intact_is_ever_pruned_away(tmp_path):
         inventory.folder_of(str(tmp_path / "other"))
 
 
-def test_loading_a_folder_passes_over_a_damaged_newest_checkpoint(tmp_path, caplog):
+def test_a_damaged_newest_checkpoint_of_a_folder_is_refused_and_the_newest_intact_one_named(tmp_path):
     write_dataset(tmp_path / "data")
-    worker.run(open_run(tmp_path, pretrain_config(steps=2, checkpoint_every=1)))
-    newest = tmp_path / "run/checkpoints/step-00000002"
-    (newest / "__0_0.distcp").unlink()
-    older = checkpoint.load_model(str(tmp_path / "run/checkpoints/step-00000001"))[0].state_dict()
-    found = checkpoint.load_model(str(tmp_path / "run"))[0].state_dict()
-    assert all(value.equal(older[name]) for name, value in found.items())
-    assert "step-00000002 is damaged: __0_0.distcp: missing" in caplog.text
-    with pytest.raises(CheckpointError, match="step-00000002: damaged checkpoint"):
-        checkpoint.load_model(str(newest))  # asked for by name: no other will do
+    worker.run(open_run(tmp_path, pretrain_config(steps=3, checkpoint_every=1, keep_checkpoints=3)))
+    folder = tmp_path / "run/checkpoints"
+    for step in (2, 3):
+        (folder / f"step-0000000{step}/__0_0.distcp").unlink()
+    intact = folder / "step-00000001"
+    with pytest.raises(CheckpointError) as refusal:
+        checkpoint.load_model(str(tmp_path / "run"))
+    assert str(refusal.value) == (
+        f"{folder}/step-00000003: damaged checkpoint (__0_0.distcp: missing); "
+        f"the newest intact one is {intact}: name that, or remove the damaged one"
+    )
+    checkpoint.load_model(str(intact))
