@@ -7,11 +7,13 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate.ablations import plus_minus
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_workflows.cli import app
 from lt2_workflows.engine.executor import run
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.report import (
@@ -91,8 +93,13 @@ def test_document_step_reports_what_it_names_and_all_that_needs(storage):
 
 
 def test_which_workflow_is_meant(storage):
-    for text in ("a", "b"):
-        run(load_workflow(f"{FAKE_STEPS}:chain", [f"first.text={text}"]), storage)
+    workflows = [load_workflow(f"{FAKE_STEPS}:chain", [f"first.text={text}"]) for text in ("b", "a")]
+    for each in workflows:
+        run(each, storage)
+    older, newest = (each.id for each in workflows)
+    said = CliRunner().invoke(app, ["report", "chain", "--storage", storage.root])
+    assert said.stderr == f"the newest of 2 workflows 'chain'; the others: {older}\n"
+    assert said.stdout == f"{storage.join('workflows', newest, 'report', 'report.html')}\n"
     with pytest.raises(ConfigError, match="2 workflows are called 'chain'; give the id of one: chain-"):
         write_report(storage, "chain")
     with pytest.raises(ConfigError, match="no workflow 'chains'"):

@@ -63,11 +63,18 @@ def report(
     workflow: Annotated[str, typer.Argument(metavar="WORKFLOW", help="A workflow's id or name.")],
     storage: StorageOption = None,
 ) -> None:
-    """Write a workflow's report, Markdown and one HTML file, into its folder: steps, numbers, curves, sweeps."""
+    """Write a workflow's report, Markdown and one HTML file, into its folder: steps, numbers, curves, sweeps.
+
+    Of several workflows of one name it is of the newest.
+    """
+    from lt2_workflows.engine.records import list_workflows
     from lt2_workflows.report import write_report
 
     root = readable(storage)
-    typer.echo(root.join(write_report(root, workflow), "report.html"))
+    *older, newest = (item["id"] for item in sorted(list_workflows(root, workflow), key=_when))
+    if older:
+        typer.echo(f"the newest of {len(older) + 1} workflows {workflow!r}; the others: {', '.join(older)}", err=True)
+    typer.echo(root.join(write_report(root, newest), "report.html"))
 
 
 def results(
