@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 
 from lt2.config import ConfigError
 from lt2.interop.certificate import LENGTHS, Check, ParityError, certify
+from lt2.interop.shards import open_to_others
 from lt2.interop.transformers import LT2ForCausalLM
 from lt2.layout import loops_text
 from lt2.model import LoopedLM
@@ -130,9 +131,7 @@ def write_model(
         bos_token_id=bos_id, eos_token_id=ends if len(ends) > 1 else eos_id, pad_token_id=eos_id
     )
     wrapped.save_pretrained(folder, max_shard_size=max_shard_size)
-    mode = (folder / "config.json").stat().st_mode
-    for weights in folder.glob("*.safetensors"):  # safetensors writes for the owner alone
-        weights.chmod(mode)
+    open_to_others(sorted(folder.glob("*.safetensors")))
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -38,8 +39,15 @@ def write_safetensors(weights: dict[str, Tensor], folder: Path, *, max_shard_byt
     return [*files, "model.safetensors.index.json"]
 
 
+def open_to_others(files: Iterable[Path]) -> None:
+    """Give weight files the permissions that others get in their folder: safetensors writes for the owner alone."""
+    for file in files:
+        plain = file.with_name(f".{file.name}")
+        plain.touch(exist_ok=False)
+        file.chmod(plain.stat().st_mode)
+        plain.unlink()
+
+
 def _save(weights: dict[str, Tensor], path: Path) -> None:
-    path.touch()
-    mode = path.stat().st_mode  # what other files get here: safetensors writes for the owner alone
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(mode)
+    open_to_others([path])

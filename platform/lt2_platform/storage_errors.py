@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError, ProfileNotFound
 
 from lt2.config import ConfigError
+from lt2_platform.wording import one_line
 
 STORAGE_ERRORS = (OSError, BotoCoreError, ClientError)
 
@@ -138,7 +139,7 @@ def reason(error: BaseException, root: str = "") -> str:
         return f"{code}: {said}" if said else code
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error) or type(error).__name__
 
 
 def _advice(error: BaseException, choose: str = CHOOSE) -> str:

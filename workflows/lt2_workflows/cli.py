@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lt2_platform.wording import printable
 from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, packs, records, sweeps
 from lt2_workflows.commands.doctor import doctor
 from lt2_workflows.commands.evaluation import StorageOption
@@ -268,7 +269,7 @@ def main() -> None:
 def _check_arguments(arguments: list[str]) -> None:
     """Raise ConfigError for bytes that are no UTF-8: neither a record nor a message can hold them."""
     for argument in arguments:
-        shown = argument.encode(errors="backslashreplace").decode()
+        shown = printable(argument)
         if shown != argument:
             from lt2.config import ConfigError
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lt2.config import ConfigError, explain, load_source, mistakes
+from lt2_platform.wording import one_line
 from lt2_workflows.graph import STEP_TYPES, Workflow
 
 RECORD_SUFFIXES = {".yaml", ".yml", ".json"}
@@ -218,7 +219,7 @@ def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}") from None
     except YAMLError as error:  # of control characters
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: not valid YAML: {one_line(error)}") from None
     steps = loaded.get("steps") if isinstance(loaded, dict) else None
     if not isinstance(steps, dict) or not isinstance(loaded.get("workflow"), str):
         raise ConfigError(f"{path}: a workflow record has the keys 'workflow' (a name) and 'steps' (name: config)")

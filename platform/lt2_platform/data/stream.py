@@ -25,6 +25,7 @@ from lt2_platform.data.units import ROW_GROUP
 from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import is_of_the_store
+from lt2_platform.wording import one_line
 
 WINDOW_BLOCKS = 64  # sequences are shuffled among 64 blocks of 64, which themselves come from anywhere in the corpus
 CACHE_BYTES = 512 * 2**20
@@ -179,7 +180,7 @@ class PackedDataset:
         except (OSError, pa.ArrowException) as error:
             if is_of_the_store(error):
                 raise
-            raise self._damaged(file, " ".join(str(error).split())) from error
+            raise self._damaged(file, one_line(error)) from error
         width = self.seq_len + 1
         self._groups[key] = {
             name: table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)

@@ -36,6 +36,7 @@ from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.storage_errors import is_of_the_store
 from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.wording import one_line
 
 MANIFEST, SCHEMA_VERSION = "topk.json", 1
 LENGTH_ROWS = 2048  # tokens whose logits are alive at a time
@@ -207,5 +208,4 @@ class StoredTopK:
             if is_of_the_store(error):
                 raise
             advice = remaking(self.storage.root, "store it again in another folder")
-            message = " ".join(str(error).split())
-            raise ConfigError(f"{self.storage.join(name)} is damaged ({message}); {advice}") from error
+            raise ConfigError(f"{self.storage.join(name)} is damaged ({one_line(error)}); {advice}") from error

@@ -10,6 +10,7 @@ from typing import Any
 from lt2.packages import version_of
 from lt2_platform.doctor.finding import Finding
 from lt2_platform.storage import Storage
+from lt2_platform.wording import one_line
 
 PART = "ray"
 SAME = ("lt2", "torch", "ray", "transformers", "pyarrow", "flash-linear-attention")
@@ -39,7 +40,7 @@ def nodes(storage: Storage) -> Iterator[Finding]:
             except GetTimeoutError:
                 yield Finding(PART, name, "PROBLEM", f"no answer within {PATIENCE_SECONDS:.0f} s; look at its logs")
             except RayError as error:
-                yield Finding(PART, name, "PROBLEM", f"runs no task ({' '.join(str(error).split())[-300:]})")
+                yield Finding(PART, name, "PROBLEM", f"runs no task ({one_line(error)[-300:]})")
     finally:
         storage.delete(probe)
 

@@ -11,6 +11,7 @@ from lt2.config import mixer_types
 from lt2.ops.dispatch import attention_backend, backend_for, startup_problems
 from lt2.train.loop import autocast_dtype
 from lt2_platform.doctor.finding import Finding
+from lt2_platform.wording import one_line
 
 PART = "kernels"
 NAMES = {"torch": "PyTorch", "fla": "fla", "flash_attn": "flash-attn", "varlen": "PyTorch's flash attention"}
@@ -35,9 +36,7 @@ def parity(mixer: str, device: torch.device) -> Finding:
     try:
         rows = check(mixer, _dtype(device), 150, device)
     except Exception as error:  # whatever a kernel, its compiler or driver raises is what was looked for
-        return Finding(
-            PART, mixer, "PROBLEM", f"does not run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        )
+        return Finding(PART, mixer, "PROBLEM", f"does not run: {type(error).__name__}: {one_line(error)[:300]}")
     worst = max(rows, key=lambda row: row["error"] / row["limit"])
     said = f"{worst['case']}, {worst['what']}: {worst['error']:.1e} of fp64's norm, {worst['limit']:.0e} allowed"
     if not worst["ok"]:

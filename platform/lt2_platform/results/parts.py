@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from lt2_platform.results.curves import CURVES, ROWS, decode, downsample, encode, extend
 from lt2_platform.storage import Storage
+from lt2_platform.wording import one_line
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def _covered(names: list[str]) -> dict[str, int]:
 
 def unreadable(path: str, error: Exception) -> str:
     """The line by which readers say that `path` is left out and why."""
-    return f"{path}: skipped, unreadable ({' '.join(str(error).split())[:200]})"
+    return f"{path}: skipped, unreadable ({one_line(error)[:200]})"
 
 
 def skip(path: str, error: Exception) -> str:

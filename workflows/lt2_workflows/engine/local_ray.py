@@ -20,6 +20,7 @@ from typing import Any
 
 from lt2_platform.signals import kept
 from lt2_platform.step_records import died_here, this_process
+from lt2_platform.wording import one_line
 
 PREFIX, OWNER = "lt2-ray-", "owner.json"
 STARTS = 3
@@ -147,7 +148,7 @@ def _stop() -> None:
 
 def _said(error: Exception) -> str:
     """What Ray says, up to the traceback that it may hold."""
-    text = " ".join(str(error).split()).partition("Last connection error")[0].strip()
+    text = one_line(error).partition("Last connection error")[0].strip()
     return f"{text or type(error).__name__}"[:400]
 
 

@@ -13,6 +13,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.sources.configs import CONVERSATION_COLUMNS, ColumnSource, FileSource
 from lt2_platform.storage import arrow_filesystem
 from lt2_platform.storage_errors import is_of_the_store
+from lt2_platform.wording import one_line
 
 if TYPE_CHECKING:
     from lt2_platform.data.sources.listing import SourceFile
@@ -26,11 +27,10 @@ def parquet_metadata(file: SourceFile, source: FileSource) -> Any:
     except (OSError, ValueError) as error:
         if is_of_the_store(error):
             raise
-        message = " ".join(str(error).split())
         remedy = "replace or remove it"
         if any(suffix in (".json", ".jsonl") for suffix in PurePosixPath(file.path).suffixes):
             remedy = "if it is JSON lines, set format: jsonl of the source"
-        raise ConfigError(f"{file.name} is not a readable parquet file ({message}); {remedy}") from error
+        raise ConfigError(f"{file.name} is not a readable parquet file ({one_line(error)}); {remedy}") from error
     schema = metadata.schema.to_arrow_schema()
     check_columns(file, source, schema.names)
     for column in (*(name for alternatives in source.columns for name in alternatives), *source.optional_columns):

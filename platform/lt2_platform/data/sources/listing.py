@@ -16,6 +16,7 @@ from lt2_platform.data.sources.columns import parquet_metadata
 from lt2_platform.data.sources.configs import STDLIB, FileSource
 from lt2_platform.data.sources.paths import expand, format_of, stdlib
 from lt2_platform.storage import S3, filesystem
+from lt2_platform.wording import one_line, printable
 
 PIECE_BYTES = 128 * 2**10  # a long text file is cut at the first blank line after each 128 KiB (about 32k tokens)
 UNIT_BYTES = 2 * 2**20
@@ -92,8 +93,7 @@ def _find(
         try:
             name.encode()
         except UnicodeEncodeError:
-            shown = name.encode(errors="backslashreplace").decode()
-            return f"{shown} has a name that is not UTF-8; rename it"
+            return f"{printable(name)} has a name that is not UTF-8; rename it"
         if not path.startswith(S3) and os.path.exists(path) and not os.path.isfile(path):
             return (
                 f"{name} is no regular file (a pipe, a socket or a device); remove it"  # to open it may wait for ever
@@ -104,7 +104,7 @@ def _find(
             # ELOOP: a link that leads to itself
             if not isinstance(error, PermissionError | FileNotFoundError) and error.errno != errno.ELOOP:
                 raise
-            return f"{name} cannot be read ({error.strerror or _line(error)}); make it readable or remove it"
+            return f"{name} cannot be read ({error.strerror or one_line(error)}); make it readable or remove it"
         if file.compression and not file.bytes:  # nothing compressed is something; readers take it for an empty file
             return f"{name} is cut to 0 bytes; replace or remove it"
         return file
@@ -236,7 +236,3 @@ def _row_groups(index: int, file: SourceFile, source: FileSource) -> list[tuple[
         (Slice(index, group, group + 1), metadata.row_group(group).total_byte_size)
         for group in range(metadata.num_row_groups)
     ]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -20,6 +20,7 @@ from lt2_platform.data.sources.documents import SAMPLE_CHARACTERS, Document, Fau
 from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, SourceFile
 from lt2_platform.storage import arrow_filesystem
 from lt2_platform.storage_errors import is_of_the_store
+from lt2_platform.wording import one_line, printable
 
 PEEKED_ROWS, PEEKED_BYTES, PEEK_BUFFER = 100, 2**20, 2**16
 MAX_DOCUMENT_BYTES = 256 * 2**20
@@ -55,8 +56,7 @@ def _blaming(file: SourceFile) -> Iterator[None]:
     except (OSError, pa.ArrowException) as error:
         if is_of_the_store(error):  # another attempt goes on from here; a ConfigError would end it for good
             raise
-        message = " ".join(str(error).split())
-        raise ConfigError(f"cannot read {file.name} ({message}); replace or remove that file") from error
+        raise ConfigError(f"cannot read {file.name} ({one_line(error)}); replace or remove that file") from error
 
 
 def rows_before(file: SourceFile, part: Slice) -> int:
@@ -269,6 +269,6 @@ def _sampled(found: Document | Fault | None, content: bytes) -> Document | Fault
     if not isinstance(found, Fault):
         return found
     if found.sample:  # may quote the lone surrogate that it is about, which no file can hold
-        return Fault(found.reason, found.sample.encode(errors="backslashreplace").decode())
+        return Fault(found.reason, printable(found.sample))
     sample = content[: 4 * SAMPLE_CHARACTERS].decode(errors="replace").strip()[:SAMPLE_CHARACTERS]
     return Fault(found.reason, sample)
