@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of storages that operations inside the block make: `live` now, `peak` since it was last set.
 
-    Works on real tensors and on those without data; what operations allocate and free within themselves is not seen.
+    Works on real tensors and on those without data; what operations allocate and free within themselves is not seen,
+    but for logsumexp's copy of its input, which is a whole chunk of logits.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,8 @@ class LiveStorages(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._note(leaf.untyped_storage(), 0)  # not made here: weights, inputs
+        if func is torch.ops.aten.logsumexp.default:
+            self.peak = max(self.peak, self.live + args[0].nbytes)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -18,7 +18,7 @@ from lt2.model import LoopedLM
 from lt2.ops import outline
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
-from lt2.train.objectives import AlignConfig, DistillConfig
+from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig
 from lt2.train.optim import freeze
 
 OUTSIDE = 4 * 10**9
@@ -54,7 +54,7 @@ def plan_memory(
 ) -> Memory:
     """The peak of one optimizer step on each of `workers`, on sequences of seq_len tokens.
 
-    The objective is `train.objective`: align and distill as they are, any other as next_token. bf16: whether matmuls
+    The objective is `train.objective`: a shipped one as it is, one of a user's own as next_token. bf16: whether matmuls
     run in it; None follows `train.precision` ("auto" is bf16 on CUDA). sharded: by FSDP; None: if there are several
     workers. teacher: whom "distill" asks; without one the batches bring its top-k.
     """
@@ -91,6 +91,8 @@ def plan_memory(
                 loss = Loss(0, tracer.h.nbytes, 0)
             elif isinstance(objective, DistillConfig):
                 loss = tracer.per_loop_kl(objective, device_type, teacher)
+            elif isinstance(objective, ExitGateConfig):
+                loss = tracer.exit_gate(device_type)
             else:
                 loss = tracer.next_token(device_type)
             state = tracer.h.nbytes

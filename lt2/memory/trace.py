@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt2 import halting
 from lt2.config import KeptLayout, ModelConfig
 from lt2.distill.align import Forced
 from lt2.distill.kl import Teacher, TopK, chunked_topk_kl, top_k
@@ -33,6 +34,15 @@ class Tracer:
     seq: Any
     align: AlignConfig | None = None
     kinds: dict[Any, Unit] = field(default_factory=dict)
+    depth: halting.EveryLoop | halting.Adaptive = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.model.config.halting
+        self.depth = halting.start(config, self.model.halt, self.h, training=self.model.training)
+        shares = config is not None and config.frozen_kv == "share"
+        # A block's input is then made for it: the state goes, and a gradient for the loop before waits in every layer.
+        self.replaced = self.h.nbytes if shares else 0
+        self.gradient = self.h.nbytes * (1 + len(self.model.blocks) if shares else 1)
 
     def table(self) -> list[list[Unit]]:
         """Units by [loop][layer]."""
@@ -42,19 +52,19 @@ class Tracer:
         block: Any = self.model.blocks[layer]
         key = (tuple(block.mixers), spec)
         if key not in self.kinds:
-            self.kinds[key] = self._block(block, spec)
+            self.kinds[key] = self._block(block, layer, spec)
         return self.kinds[key]
 
-    def _block(self, block: Any, spec: Any) -> Unit:
+    def _block(self, block: Any, layer: int, spec: Any) -> Unit:
         layout, force = self.model.config.layout, None
         if self.align is not None:
             assert isinstance(layout, KeptLayout)
             force = Forced(layout.attention, self.align.loss)
         with self.autocast():
             with self.live.over() as first:
-                earlier = block(self.h, spec, self.seq, None, force)  # fills autocast's cache, as the first loop does
+                earlier = self._use(block, layer, spec, force)  # fills autocast's cache, as the first loop does
             with self.live.over() as second:
-                out, aux = block(self.h, spec, self.seq, None, force)
+                out, aux = self._use(block, layer, spec, force)
         ends = [t for t in (out, aux) if t is not None and t.requires_grad]
         grads = [torch.empty_like(t) for t in ends]
         with self.live.over() as back:
@@ -64,18 +74,27 @@ class Tracer:
         block.zero_grad()
         self.h.grad = None
         del earlier
-        return Unit(second[0], max(0, first[0] - second[0]), gradients, second[1], back[1])
+        once = max(0, first[0] - second[0])
+        return Unit(second[0] - self.replaced, once, gradients, second[1], back[1])
+
+    def _use(self, block: Any, layer: int, spec: Any, force: Any) -> tuple[Tensor, Tensor | None]:
+        out, aux = block(self.depth.entry(layer, self.h), spec, self.seq, None, force)
+        return self.depth.keep(self.h, out), aux
 
     def end(self) -> Unit:
         """Of what follows a loop's last block, whose output goes unless its backward needs it."""
+        with self.autocast():
+            self.depth.after_loop(self.h, last=False)  # the first loop's is unlike all others
         with self.live.over() as found, self.autocast():
             out = self.h * 1 if self.align is None else (self.h * 1).detach()
             with self.live.over() as peak:
-                after = self.model.end_loop(out, self.h, 0)
+                after = self.depth.keep(self.h, self.model.end_loop(out, self.h, 0))
+                self.depth.after_loop(after, last=False)
             del out
+        ends = [after, *self.depth.weights[-1:]] if isinstance(self.depth, halting.Adaptive) else [after]
         with self.live.over() as back:
             if after.requires_grad:
-                after.backward(torch.empty_like(after))
+                torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
         self.model.zero_grad()
         self.h.grad = None
         return Unit(found[0] - after.nbytes, 0, 0, peak[1], back[1])
@@ -106,7 +125,30 @@ class Tracer:
         del loss
         rest = (n_tokens - few) * D * self.h.dtype.itemsize
         kept = found[0] + rest - self._head_gradient()
-        return Loss(kept, found[1] + 2 * rest, self.h.nbytes)  # the normed state's gradient stays, itself it goes
+        return Loss(kept, found[1] + 2 * rest, self.gradient)  # the normed state's gradient stays, itself it goes
+
+    def exit_gate(self, device_type: str) -> Loss:
+        """Of the final norm after every loop, and of the chunked cross entropy of all loops' states in one tensor."""
+        V, T = self.model.config.vocab_size, self.model.config.n_loops
+        n_states, D = T * self.h.shape[0] * self.h.shape[1], self.h.shape[2]
+        rows = min(n_states, rows_per_chunk(device_type, V))
+        few = min(n_states, 2 * rows)
+        with self.live.over() as normed, self.autocast():
+            state = self.model.final_norm(self.h)
+        hidden = torch.zeros(few, D, dtype=state.dtype, requires_grad=True)
+        targets = torch.zeros(few, dtype=torch.int64)
+        shares = torch.ones(few, requires_grad=True)
+        with self.live.over() as found, self.autocast():
+            loss = chunked_cross_entropy(
+                hidden, self.model.head_weight, targets, token_weights=shares, chunk_rows=rows
+            ).loss
+        del loss
+        states = T * state.nbytes
+        rest = states - few * D * state.dtype.itemsize
+        kept = found[0] + rest - self._head_gradient()
+        # The final state is normed once more for those who do not look at loops.
+        peak = states + found[1] + rest + normed[0]
+        return Loss(kept, peak, self.gradient, states=normed[0], together=states)
 
     def per_loop_kl(self, config: DistillConfig, device_type: str, teacher: ModelConfig | None) -> Loss:
         """Of a final norm after every loop and the chunked KL over as many loops as ever count at once.
@@ -141,7 +183,7 @@ class Tracer:
         rest = (used * n_tokens - few) * D * state.dtype.itemsize  # gradients of the loops' states
         kept = max(0, found[0] - few * D * state.dtype.itemsize - self._head_gradient())
         # The final state is normed once more for those who do not look at loops.
-        return Loss(kept, found[1] + rest + normed[0], self.h.nbytes, states=normed[0], given=given)
+        return Loss(kept, found[1] + rest + normed[0], self.gradient, states=normed[0], given=given)
 
     def _head_gradient(self) -> int:
         weight = self.model.head_weight

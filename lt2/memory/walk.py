@@ -47,13 +47,15 @@ class Loss:
     goes back from unit to unit (0: none does).
 
     Of losses after every loop: states, that each loop leaves to the loss and, as a gradient, to its own backward;
-    given, what a teacher gave, until the loss; asking, the teacher's own peak before the student's forward.
+    together, all loops' gradients where they are one tensor, which stays until the first loop's backward; given, what a
+    teacher gave, until the loss; asking, the teacher's own peak before the student's forward.
     """
 
     kept: int
     peak: int
     state: int
     states: int = 0
+    together: int = 0
     given: int = 0
     asking: int = 0
 
@@ -119,6 +121,8 @@ class Walk:
         # The head's gradient is found along with the loss; a tied one waits for the embedding's to be added.
         self.add(gradients=0 if self.waiting and not self.tied else head, activations=loss.kept - loss.given)
         self.add(activations=loss.state - loss.kept)  # from here on one gradient goes back from unit to unit
+        if loss.together:
+            self.add(activations=loss.together - len(table) * loss.states)
         if recompute != "none":
             self.add(activations=-sum(unit.once for unit in table[0]))  # autocast's cache, with the forward pass
         self._backward(table, end, loss, state, recompute)
@@ -139,11 +143,11 @@ class Walk:
 
     def _backward(self, table: list[list[Unit]], end: Unit, loss: Loss, state: int, recompute: str) -> None:
         for loop, row in reversed(list(enumerate(table))):
-            self.add(activations=-loss.states)
+            self.add(activations=0 if loss.together else -loss.states)
             if recompute == "loop":  # its blocks' inputs are there again
                 self.add(activations=sum(unit.kept for unit in row) + end.kept - state)
             self.look(end.backward_peak)
-            self.add(activations=-end.kept)
+            self.add(activations=-end.kept - (loss.together if loop == 0 else 0))
             for layer, unit in reversed(list(enumerate(row))):
                 self.look(unit.backward_peak + self._regathered(layer))
                 # Autograd sums a weight's gradients over its uses before it adds them to those that wait.

@@ -27,6 +27,7 @@ def model_config(mixer="gdn", n_loops=2, vocab_size=512, **fields):
 
 
 SIZES = {"dsa": {"top_k": 32}}
+OURO = {"norm_each_loop": True, "sandwich_norm": True, "loop_residual": False}
 
 
 def train_config(**fields):
@@ -82,6 +83,7 @@ def _local_bytes(parameter):
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
 
 
+GATED = {"mixer": "full", "n_loops": 8, "halting": {"type": "exit_gate"}}
 CASES = {
     "full": ({"mixer": "full"}, {}),
     "kda, one loop": ({"mixer": "kda", "n_loops": 1}, {}),
@@ -102,6 +104,16 @@ CASES = {
         {"mixer": "full", "vocab_size": 20_000, "tie_embeddings": True},
         {"activation_checkpoint": True, "micro_batch_size": 2},
     ),
+    "exit gate, blocks": (GATED, {"objective": {"type": "exit_gate"}, "activation_checkpoint": True}),
+    "exit gate, as Ouro, bf16, accumulate": (
+        GATED | OURO | {"tie_embeddings": True, "vocab_size": 4_000},
+        {"objective": {"type": "exit_gate"}, "precision": "bf16", "micro_batch_size": 2},
+    ),
+    "exit gate, shared keys": (
+        GATED | {"halting": {"type": "exit_gate", "frozen_kv": "share"}},
+        {"objective": {"type": "exit_gate"}, "activation_checkpoint": True},
+    ),
+    "act": ({"n_loops": 4, "halting": {"type": "act"}}, {}),
 }  # fmt: skip
 
 
@@ -119,6 +131,7 @@ RANK_CASES = {
     "kept, accumulate": {"activation_checkpoint": True, "micro_batch_size": 1},
     "bf16": {"precision": "bf16", "activation_checkpoint": True},
     "resharded": {"activation_checkpoint": "loop", "keep_gathered": False},
+    "exit gate": {"activation_checkpoint": True, "objective": {"type": "exit_gate"}},
 }
 
 
@@ -134,13 +147,13 @@ def one_of_two_ranks():
 @pytest.mark.usefixtures("one_of_two_ranks")
 @pytest.mark.parametrize("name", RANK_CASES)
 def test_the_plan_of_sharded_steps_is_within_a_tenth_too(name):
-    config, settings = model_config(n_loops=3), train_config(**RANK_CASES[name])
+    gate = {"halting": {"type": "exit_gate"}} if name == "exit gate" else {}
+    config, settings = model_config(n_loops=3, **gate), train_config(**RANK_CASES[name])
     plan = plan_memory(config, settings, L, workers=2, device_type="cpu")
     assert plan.total == pytest.approx(measured(config, settings), rel=0.1)
 
 
 WHOLE = {"layout": {"type": "uniform", "mixer": {"type": "full"}}, "n_loops": 3}
-OURO = {"norm_each_loop": True, "sandwich_norm": True, "loop_residual": False}
 KEPT = {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [1]}
 STAGES = {
     "align": ({}, {"objective": {"type": "align"}}, "none"),
