@@ -84,7 +84,11 @@ class KimiDeltaConfig(DeltaConfig):
 
 
 def delta_rule_flops(num_heads: int, head_k_dim: int, head_v_dim: int, chunk: int = 64) -> float:
-    """Forward FLOPs per token of the chunkwise gated delta rule: state read, write and erase, and in-chunk products."""
+    """Forward FLOPs per token of the chunkwise gated delta rule: state read, write and erase, and in-chunk products.
+
+    Products with the keys: k kᵀ, q kᵀ and inverse @ k; with the values: inverse @ v and scores @ written. Finding the
+    small triangular inverse is left out, like all that is no product.
+    """
     state = 3 * 2 * head_k_dim * head_v_dim
-    in_chunk = 2 * chunk * (2 * head_k_dim + 2 * head_v_dim)
+    in_chunk = 2 * chunk * (3 * head_k_dim + 2 * head_v_dim)
     return float(num_heads * (state + in_chunk))

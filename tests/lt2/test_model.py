@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from math import prod
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lt2.analysis import accounting
 from lt2.config import ConfigError
 from lt2.generate import generate
+from lt2.mixer_configs.delta import delta_rule_flops
+from lt2.mixer_configs.linear import linear_attention_flops
 from lt2.model import build
+from lt2.ops import chunking
+from lt2.ops.gated_delta import gated_delta_rule
+from lt2.ops.gated_linear import gated_linear_attention
 from tests.lt2.tiny import FULL, HYBRID, config, model, tokens
 
 
@@ -93,6 +102,19 @@ def test_loops_cost_flops_but_no_parameters():
     head = 2.0 * 23 * 16
     per_loop = accounting.forward_flops(shallow, 32) - head
     assert accounting.forward_flops(deep, 32) == pytest.approx(4 * per_loop + head, rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", [gated_delta_rule, gated_linear_attention])
+def test_the_flops_of_a_recurrence_are_those_of_the_products_that_run(rule, monkeypatch: pytest.MonkeyPatch):
+    B, L, H, K, V = 2, 256, 3, 24, 40
+    monkeypatch.setattr(chunking, "CHUNK", 64)  # that of the CUDA kernels, by which FLOPs are counted
+    q, k, v, g, beta = (torch.rand(B, L, H, *width) for width in ((K,), (K,), (V,), (), ()))
+    # The counter does not know this one; shapes are (N, I, J), (N, I, M) and (N, M, J).
+    in_place: Any = {torch.ops.aten.baddbmm_: lambda out, a, b, **_: 2 * prod(a) * b[2]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        rule(q, k, v, -g, *([beta] if rule is gated_delta_rule else []))
+    by_shapes = delta_rule_flops if rule is gated_delta_rule else linear_attention_flops
+    assert counter.get_total_flops() == B * L * by_shapes(H, K, V)
 
 
 def test_initial_weights_depend_on_the_seed_alone():
