@@ -18,6 +18,9 @@ from lt2.voting import drawn_models, mean_probability
 Stop = Callable[[list[int]], bool]
 """Whether a continuation so far is complete."""
 
+GREEDY = 1e-5
+"""Temperatures below this are greedy: fp32 logits hold no finer differences, and divided by it they may be infinite."""
+
 WORTH_RECORDING = 16
 """New tokens from which a CUDA graph pays: recording one costs about four steps launched kernel by kernel."""
 
@@ -38,15 +41,15 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt; returns the new tokens only, up to and including eos_id.
 
-    temperature 0 is greedy. A continuation ends early where `stop`, asked after every new token, is true. Prompts of
-    different lengths are right-padded and masked, so a continuation does not depend on what else is in the batch. A
-    model of random layout is asked once per vote, each draw with its own cache; their mean probability decides. Row r
-    samples by seed + r.
+    temperature 0, or below `GREEDY`, is greedy. A continuation ends early where `stop`, asked after every new token, is
+    true. Prompts of different lengths are right-padded and masked, so a continuation does not depend on what else is
+    in the batch. A model of random layout is asked once per vote, each draw with its own cache; their mean probability
+    decides. Row r samples by seed + r.
 
     Raises:
-        ConfigError: an empty prompt, a token outside the vocabulary, n_loops or sampling settings out of range.
+        ConfigError: an empty prompt, a token outside the vocabulary, n_loops, seed or sampling settings out of range.
     """
-    check_request(model.config.vocab_size, prompts, max_new_tokens, temperature, top_k, top_p)
+    check_request(model.config.vocab_size, prompts, max_new_tokens, temperature, top_k, top_p, seed)
     if max_new_tokens == 0 or not prompts:
         return [[] for _ in prompts]
     generators = [torch.Generator(model.embed.weight.device).manual_seed(seed + row) for row in range(len(prompts))]
@@ -97,7 +100,7 @@ def sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generators: list[torch.Generator]
 ) -> Tensor:
     """One token per row of logits (B, V), each row from its own generator; (B,) int64."""
-    if temperature == 0:
+    if temperature < GREEDY:
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:
@@ -107,6 +110,7 @@ def sample(
     if top_p is not None:
         ordered, index = probs.sort(-1, descending=True)
         outside = ordered.cumsum(-1) - ordered >= top_p  # keeps the token that crosses top_p
+        outside[:, 0] = False  # fp32 may round top_p to 0
         probs = probs.masked_fill(outside.gather(-1, index.argsort(-1)), 0.0)
     return torch.stack([torch.multinomial(p, 1, generator=g)[0] for p, g in zip(probs, generators)])
 
@@ -118,6 +122,7 @@ def check_request(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    seed: int,
 ) -> None:
     for row, prompt in enumerate(prompts):
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
@@ -135,3 +140,5 @@ def check_request(
         raise ConfigError(f"top_k is {top_k}; it must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(f"top_p is {top_p}; it must be in (0, 1]")
+    if not -(2**63) <= seed <= 2**64 - max(1, len(prompts)):  # what torch's generators take
+        raise ConfigError(f"seed is {seed}; with those of all rows it must be between -2**63 and 2**64 - 1")

@@ -131,9 +131,18 @@ def _named(name: list[str], words: list[str]) -> bool:
     return all(any(word == part or word.startswith(part + "-") for word in words) for part in name)
 
 
-def cache_bytes(config: ModelConfig, max_len: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that `model.init_cache(batch, max_len)` holds over all (loop, layer)."""
-    return batch * sum(sum(layer.values()) for loop in cache_table(config, max_len, dtype) for layer in loop)
+def cache_bytes(
+    config: ModelConfig,
+    max_len: int,
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    n_loops: int | None = None,
+) -> int:
+    """Bytes that `model.init_cache(batch, max_len, n_loops=n_loops)` holds over all (loop, layer)."""
+    loops = [sum(sum(layer.values()) for layer in loop) for loop in cache_table(config, max_len, dtype)]
+    depth = len(loops) if n_loops is None else n_loops
+    return batch * (sum(loops[:depth]) + max(0, depth - len(loops)) * loops[-1])  # the last loop's mixers repeat
 
 
 def cache_table(config: ModelConfig, max_len: int, dtype: torch.dtype = torch.bfloat16) -> list[list[dict[str, int]]]:

@@ -59,6 +59,18 @@ def test_prompts_that_are_no_lists_of_ids_are_told(prompts, kind: str):
         generate(model(HYBRID), prompts, max_new_tokens=1)
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 1e-300}, {"temperature": 0.8, "top_p": 1e-300}])
+def test_the_smallest_temperatures_and_shares_leave_the_likeliest_token(settings: dict):
+    net = model()
+    assert generate(net, [[1], [2]], max_new_tokens=3, **settings) == generate(net, [[1], [2]], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("seed", [10**20, -(2**63) - 1, 2**64 - 1])
+def test_a_seed_beyond_64_bits_is_refused(seed: int):
+    with pytest.raises(ConfigError, match=f"seed is {seed}; with those of all rows"):
+        generate(model(), [[1], [2]], max_new_tokens=2, temperature=1.0, seed=seed)
+
+
 def test_a_temperature_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="temperature is nan"):
         generate(model(), [[1]], max_new_tokens=2, temperature=float("nan"))
@@ -115,6 +127,14 @@ def test_the_flops_of_a_recurrence_are_those_of_the_products_that_run(rule, monk
         rule(q, k, v, -g, *([beta] if rule is gated_delta_rule else []))
     by_shapes = delta_rule_flops if rule is gated_delta_rule else linear_attention_flops
     assert counter.get_total_flops() == B * L * by_shapes(H, K, V)
+
+
+@pytest.mark.parametrize("n_loops", [None, 1, 5])
+def test_cache_bytes_are_those_of_the_cache(n_loops: int | None):
+    net = model(HYBRID, n_loops=3)
+    cache = net.init_cache(2, 11, n_loops=n_loops)
+    held = sum(t.nbytes for loop in cache.layers for layer in loop for t in layer.values())
+    assert accounting.cache_bytes(net.config, 11, batch=2, dtype=torch.float64, n_loops=n_loops) == held
 
 
 def test_initial_weights_depend_on_the_seed_alone():

@@ -54,6 +54,19 @@ def test_text_is_shown_as_soon_as_its_characters_are_whole(capsys):
     assert shown.text == "fé!"
 
 
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (["--max-new-tokens", str(10**15)], f"--max-new-tokens {10**15} at 2 loops"),
+        (["--loops", str(10**9)], f"--max-new-tokens 12 at {10**9} loops"),
+    ],
+)
+def test_what_no_memory_holds_is_refused(tmp_path, options, asked):
+    error = invoke(save(tmp_path, model()), "--device", "cpu", *options).exception
+    assert isinstance(error, ConfigError)
+    assert f"{asked} need a cache of " in str(error)
+
+
 def chatting(folder, net, *templates: str) -> str:
     known = {"chat_templates": list(templates)} if templates else {}
     return save(folder, net, tokenizer={**describe(ByteTokenizer()), "file": None, **known})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -41,6 +42,7 @@ def generate(
     """Continue a text with a trained model, shown as it is made."""
     import torch
 
+    from lt2.analysis.accounting import cache_bytes
     from lt2.config import ConfigError
     from lt2.decode import merge_projections
     from lt2.generate import generate as continue_tokens
@@ -72,6 +74,14 @@ def generate(
             *encode_documents(tokenizer, [question(template, text, system=system)])[0].tolist(),
         ]
         shown = Shown(tokenizer, end=end_of_answer(template))
+    needed = cache_bytes(
+        model.config, len(prompt) + max_new_tokens, dtype=model.embed.weight.dtype, n_loops=model.depth
+    )
+    if needed > (memory := memory_bytes(where)):
+        raise ConfigError(
+            f"{len(prompt)} tokens and --max-new-tokens {max_new_tokens} at {loops_text(model.depth)} need a cache of "
+            f"{needed / 1e9:,.0f} GB, and {where} has {memory / 1e9:,.0f} GB; ask for fewer"
+        )
     begin = time.perf_counter()
     (tokens,) = continue_tokens(
         model,
@@ -92,6 +102,15 @@ def generate(
         + (" at most" if model.config.halting is not None else ""),
         err=True,
     )
+
+
+def memory_bytes(device: str) -> int:
+    """What the device has in all: "cuda" or "cpu"."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def chat_template(checkpoint: str, known: list[str], *, chat: bool, named: str | None) -> str | None:
