@@ -56,6 +56,14 @@ class Cache:
         self.lengths.fill_(n_tokens)
         self.used = n_tokens
 
+    def take(self, shorter: Cache) -> None:
+        """Hold what `shorter`, a cache of the same rows and mixers with room for fewer tokens, holds."""
+        for loop, its_loop in zip(self.layers, shorter.layers, strict=True):
+            for layer, its_layer in zip(loop, its_loop, strict=True):
+                for name, tensor in its_layer.items():
+                    layer[name][tuple(map(slice, tensor.shape))] = tensor
+        self.lengths, self.used = shorter.lengths.clone(), shorter.used
+
     def reorder(self, rows: Tensor) -> None:
         """Keep rows (B',) of the batch, in that order."""
         for loop in self.layers:

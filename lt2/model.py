@@ -165,11 +165,11 @@ class LoopedLM(nn.Module):
             entry = depth.entry(layer, h)
             if halted:
                 block.remember(entry, spec, seq, state)
-                continue
-            out, loss = block(entry, spec, seq, state, force)
-            h = depth.keep(h, out)
-            if loss is not None:
-                losses[spec.type] = losses.get(spec.type, 0.0) + loss
+            else:
+                out, loss = block(entry, spec, seq, state, force)
+                h = depth.keep(h, out)
+                if loss is not None:
+                    losses[spec.type] = losses.get(spec.type, 0.0) + loss
             if record is not None:
                 record(loop, layer, block, spec, seq, entry, h)
         return depth.keep(h_in, self.end_loop(h, h_in, loop)), losses

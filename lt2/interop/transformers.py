@@ -9,19 +9,22 @@ Shapes: B batch, L tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
-from lt2.cache import Cache
 from lt2.config import ConfigError, ModelConfig
 from lt2.init import init_weights
-from lt2.model import LoopedLM
+from lt2.interop.requests import LoopedCache, looped, packed_documents, valid_tokens
+from lt2.model import Block, LoopedLM
 from lt2.train.loss import IGNORE, chunked_cross_entropy
 from lt2.train.parallel import KEEP_FP32
 
@@ -41,11 +44,29 @@ class LT2Config(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if self.lt2 is None:
             return
+        self.check()
+        for name, value in self.public_names().items():
+            setattr(self, name, value)
+        self.max_position_embeddings = self.looped.max_seq_len
+
+    def public_names(self) -> dict[str, int]:
         config = self.looped
-        self.vocab_size, self.hidden_size = config.vocab_size, config.dim
-        self.num_hidden_layers, self.num_loops = config.n_layers, config.n_loops
-        self.num_attention_heads, self.intermediate_size = config.num_heads, config.ffn_dim
-        self.max_position_embeddings = config.max_seq_len
+        return {
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.dim,
+            "num_hidden_layers": config.n_layers,
+            "num_loops": config.n_loops,
+            "num_attention_heads": config.num_heads,
+            "intermediate_size": config.ffn_dim,
+        }
+
+    def check(self) -> None:
+        """Raise ConfigError where a public name was set to something else than the model is."""
+        for name, value in (self.public_names() | {"tie_word_embeddings": False}).items():
+            if (found := getattr(self, name, value)) != value:
+                raise ConfigError(
+                    f"config.{name} is {found}, but only reports what config.lt2 says, {value}; change it there"
+                )
 
     @classmethod
     def of(cls, config: ModelConfig, **kwargs: Any) -> LT2Config:
@@ -56,32 +77,15 @@ class LT2Config(PreTrainedConfig):
         return ModelConfig.model_validate(self.lt2)
 
 
-class LoopedCache:
-    """LT2's cache under the interface that transformers' generate() expects."""
-
-    is_compileable = False
-    is_linear = (False,)
-
-    def __init__(self, held: Cache):
-        self.held = held
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.held.used
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return self.held.max_len
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.held.reorder(beam_idx)
-
-
 @dataclass
 class LT2Output(ModelOutput):
-    """loss: scalar, with labels; logits: (B, L, V); cache, with use_cache."""
+    """loss: scalar, with labels; logits: (B, L, V); cache, with use_cache; hidden_states, with output_hidden_states:
+    what each of the T·N unrolled layers reads and, last, what the head reads, each (B, L, D)."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     cache: LoopedCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 class LT2ForCausalLM(PreTrainedModel, GenerationMixin):
@@ -90,9 +94,13 @@ class LT2ForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     _no_split_modules = ["Block"]
     _keep_in_fp32_modules_strict = sorted(KEEP_FP32)
+    _is_stateful = True  # recurrent states cannot go back to a prefix, as assisted decoding asks
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
 
     def __init__(self, config: LT2Config):
         super().__init__(config)
+        config.check()
         self.model = LoopedLM(config.looped)
         self.post_init()
 
@@ -118,58 +126,118 @@ class LT2ForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed
 
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embed = cast(nn.Embedding, value)
+
     def get_output_embeddings(self) -> nn.Module | None:
         return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.model.head = cast(nn.Linear, new_embeddings)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As of any transformers model; the LoopedLM's own config follows."""
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.model.config = self.model.config.model_copy(update={"vocab_size": embeddings.num_embeddings})
+        self.config.lt2 = self.model.config.model_dump(mode="json")
+        return embeddings
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """The hook of `gradient_checkpointing_enable`: every use of a block runs again in backward."""
+        self.gradient_checkpointing = enable
+        for layer, block in enumerate(cast(list[Block], self.model.blocks)):
+            block.__dict__.pop("forward", None)
+            if enable and layer % every_n_layers == 0:
+                block.forward = partial(_recomputed, block, block.forward, gradient_checkpointing_func)  # type: ignore[method-assign]
 
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,  # accepted for generate(); positions follow from the mask
+        position_ids: Tensor | None = None,
         cache: LoopedCache | None = None,
         past_key_values: LoopedCache | None = None,  # older name of cache
         labels: Tensor | None = None,
         use_cache: bool = False,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool = False,
         n_loops: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         return_dict: bool = True,
     ) -> LT2Output | tuple[Tensor, ...]:
         """Logits of input_ids (B, L); attention_mask (B, tokens so far), 0 on padding.
 
-        labels (B, L) are shifted here, -100 is ignored. With use_cache and no cache, one of max_position_embeddings
-        tokens is made. n_loops runs another depth than the config's.
+        Positions follow from the mask; position_ids (B, L) that begin again at 0 without one mark packed documents,
+        which then do not see each other. labels (B, L) are shifted here, -100 is ignored; num_items_in_batch: how many
+        count in all micro-batches of a step, over which the loss is then a share of the mean. A cache grows as needed.
+        n_loops runs another depth than the config's.
+
+        Raises:
+            ConfigError: a cache that is not `LoopedCache` or of other rows or depth, position_ids that the model would
+                not follow, a mask that is not (B, tokens), or output_attentions, which linear mixers do not have.
         """
+        if output_attentions:
+            raise ConfigError(
+                "LT2 models give no attention weights, most mixers have none; leave output_attentions out"
+            )
+        B, L = input_ids.shape
         cache = cache if cache is not None else past_key_values
         if cache is None and use_cache:
-            cache = LoopedCache(
-                self.model.init_cache(len(input_ids), self.config.max_position_embeddings, n_loops=n_loops)
-            )
-        held = None if cache is None else cache.held
-        valid = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
+            room = max(L, self.config.max_position_embeddings)
+            cache = LoopedCache(self.model.init_cache(B, room, n_loops=n_loops))
+        held = None if cache is None else looped(cache).room(self.model, B, L, n_loops)
+        valid = None if attention_mask is None else valid_tokens(attention_mask, B, L)
+        doc_ids = None if position_ids is None else packed_documents(position_ids.expand(B, L), valid, held)
+        seen: list[Tensor] = []
+        record = lambda loop, layer, block, spec, seq, before, after: seen.append(before)  # noqa: E731
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        options: dict[str, Any] = {"cache": held, "n_loops": n_loops, "record": record if wanted else None}
         if valid is None or valid.all():
-            output = self.model(input_ids, cache=held, n_loops=n_loops)
-            hidden = output.hidden
+            output = self.model(input_ids, doc_ids=doc_ids, **options)
+            states = [*seen, output.hidden]
         else:
             order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
-            output = self.model(
-                input_ids.gather(1, order),
-                lengths=valid.sum(1) if held is not None else None,
-                cache=held,
-                n_loops=n_loops,
-            )
-            hidden = output.hidden.gather(1, order.argsort(1)[..., None].expand_as(output.hidden))
-        loss = None if labels is None else self.loss(hidden, labels, output.aux)
-        logits = self.model.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        result = LT2Output(loss=loss, logits=logits, cache=cache)
+            lengths = valid.sum(1) if held is not None else None
+            output = self.model(input_ids.gather(1, order), lengths=lengths, **options)
+            back = order.argsort(1)[..., None]
+            states = [h.gather(1, back.expand_as(h)) for h in (*seen, output.hidden)]
+        hidden = states[-1]
+        loss = None if labels is None else self.loss(hidden, labels, output.aux, valid, num_items_in_batch)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        result = LT2Output(
+            loss=loss,
+            logits=self.model.logits(hidden[:, kept]),
+            cache=cache,
+            hidden_states=tuple(states) if wanted else None,
+        )
         return result if return_dict else result.to_tuple()
 
-    def loss(self, hidden: Tensor, labels: Tensor, aux: dict[str, Tensor]) -> Tensor:
-        """Mean next-token cross entropy plus the model's auxiliary losses."""
-        targets = labels[:, 1:].flatten()
+    def loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        aux: dict[str, Tensor],
+        valid: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Mean next-token cross entropy plus the model's auxiliary losses; nothing is asked of padding's states."""
+        targets = labels[:, 1:] if valid is None else labels[:, 1:].masked_fill(~valid[:, :-1], IGNORE)
         entropy = chunked_cross_entropy(
-            hidden[:, :-1].flatten(0, 1), self.model.head_weight, targets, ignore_index=IGNORE
+            hidden[:, :-1].flatten(0, 1), self.model.head_weight, targets.flatten(), ignore_index=IGNORE
         )
-        return entropy.loss / entropy.n_tokens.clamp(min=1) + sum(value.mean() for value in aux.values())
+        loss = entropy.loss / entropy.n_tokens.clamp(min=1) + sum(value.mean() for value in aux.values())
+        return loss if num_items_in_batch is None else loss * entropy.n_tokens / num_items_in_batch
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        for name in ("tokenizer", "assistant_tokenizer"):  # of stop_strings; generate() passes them on
+            kwargs.pop(name, None)
+        return cast(Any, super()).prepare_inputs_for_generation(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self,
@@ -190,6 +258,13 @@ class LT2ForCausalLM(PreTrainedModel, GenerationMixin):
         model_kwargs["cache"] = LoopedCache(
             self.model.init_cache(rows, max_cache_length + 1, n_loops=model_kwargs.get("n_loops"))
         )
+
+
+def _recomputed(block: Block, forward: Any, recompute: Any, h: Tensor, spec: Any, seq: Any, *rest: Any) -> Any:
+    """A block's `forward`, which `recompute` runs again in backward; what is decoded is not."""
+    if not block.training or any(value is not None for value in rest):
+        return forward(h, spec, seq, *rest)
+    return recompute(forward, h, spec, seq)
 
 
 AutoConfig.register("lt2", LT2Config)
