@@ -82,8 +82,9 @@ class Place:
 @dataclass(frozen=True)
 class StepType:
     """The code behind a config: `run` does the work; `check` rejects bad input before anything is written; `places`
-    gives what it reads from outside the workflow; `describe` says in one line what the step would do and cost;
-    `outdated` what has changed outside since the step finished.
+    gives what it reads from outside the workflow; `fits` rejects a config that does not go with its inputs, as far as
+    they are there or known beforehand; `describe` says in one line what the step would do and cost; `outdated` what has
+    changed outside since the step finished.
     """
 
     config: type[StepConfig]
@@ -92,6 +93,7 @@ class StepType:
     describe: Callable[[Any, Any], str] | None = None
     outdated: Callable[[Any, Any], str] | None = None
     places: Callable[[Any, Any], Iterable[Place]] | None = None
+    fits: Callable[[Any, Any], None] | None = None
 
 
 STEP_TYPES: dict[str, StepType] = {}
@@ -104,15 +106,17 @@ def step_type(
     describe: Callable[[Any, Any], str] | None = None,
     outdated: Callable[[Any, Any], str] | None = None,
     places: Callable[[Any, Any], Iterable[Place]] | None = None,
+    fits: Callable[[Any, Any], None] | None = None,
 ):
     """Register the decorated `run(config, context) -> result` (JSON-able) as the code of steps with this config.
 
     `context` is a StepContext; `check(config)`, `describe(config, context)`, `outdated(config, context)`, which returns
-    "" for no change, and `places(config, context)` are optional. Fields that hold a reference or a path need no places.
+    "" for no change, `places(config, context)` and `fits(config, context)` are optional. Fields that hold a reference
+    or a path need no places.
     """
 
     def register(run: Callable[[Any, Any], dict[str, Any]]):
-        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe, outdated, places)
+        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe, outdated, places, fits)
         return run
 
     return register

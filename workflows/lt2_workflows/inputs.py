@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from lt2.config import ConfigError
 from lt2_workflows.engine.attempt import StepContext
-from lt2_workflows.graph import STEP_TYPES, Place, Ref, Step, StepConfig, Workflow
+from lt2_workflows.graph import STEP_TYPES, NotKnownYetError, Place, Ref, Step, StepConfig, Workflow
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -24,8 +24,9 @@ LAST_WRITTEN = {"dataset": "manifest.json", "teacher_topk": "topk.json", "checkp
 
 
 def check_inputs(workflow: Workflow, storage: Storage, pending: Iterable[Step]) -> None:
-    """Raise ConfigError, with a line for each, when inputs that the steps of `pending` need are not there."""
-    if found := problems(workflow, storage, pending):
+    """Raise ConfigError, with a line for each, when inputs of the steps of `pending` are not there or do not fit."""
+    pending = list(pending)
+    if found := problems(workflow, storage, pending) or conflicts(workflow, storage, pending):
         raise ConfigError("\n".join(found))
 
 
@@ -49,6 +50,22 @@ def problems(workflow: Workflow, storage: Storage, pending: Iterable[Step], *, e
             fields.setdefault(text, {}).update(dict.fromkeys(names))
     lines = [f"{', '.join(names)}: {text}" for text, names in fields.items()]
     return [*dict.fromkeys(_gone(workflow, storage, pending)), *lines]
+
+
+def conflicts(workflow: Workflow, storage: Storage, pending: Iterable[Step]) -> list[str]:
+    """What does not go with its inputs, as far as they are there or known beforehand: "step: why and what to do"."""
+    lines: list[str] = []
+    for step in pending:
+        fits = STEP_TYPES[step.config.type].fits
+        if fits is None:
+            continue
+        try:
+            fits(step.config, StepContext(storage, workflow, step, lambda values: None))
+        except NotKnownYetError:
+            continue
+        except ConfigError as error:
+            lines.append(f"{step.name}: {error}")
+    return lines
 
 
 def places_of(config: StepConfig, context: StepContext) -> Iterator[Place]:

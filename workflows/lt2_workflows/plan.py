@@ -10,7 +10,7 @@ from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.records import step_state
 from lt2_workflows.graph import STEP_TYPES, NotKnownYetError, StepConfig, Workflow
-from lt2_workflows.inputs import problems
+from lt2_workflows.inputs import conflicts, problems
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -23,7 +23,10 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
     """
     lines = [f"{workflow.id} in {storage.root}"]
     states = {name: step_state(storage, step.folder) for name, step in workflow.steps.items()}
-    missing = problems(workflow, storage, [workflow.steps[name] for name in states if states[name]["state"] != "done"])
+    pending = [workflow.steps[name] for name in states if states[name]["state"] != "done"]
+    missing = problems(workflow, storage, pending)
+    if not missing and (wrong := conflicts(workflow, storage, pending)):
+        raise ConfigError("\n".join(wrong))
     width = max(len(name) for name in workflow.steps)
     for name, step in workflow.steps.items():
         known = states[name]

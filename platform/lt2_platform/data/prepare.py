@@ -215,15 +215,23 @@ def _job(
     )
 
 
+def chat_templates(config: PrepareConfig) -> dict[str, list[str]]:
+    """{"chat_templates": by which templates the data's conversations are written}, empty if there are none."""
+    templates = sorted({part.template for part in config.parts if isinstance(part, OpenThoughtsConfig)})
+    return {"chat_templates": templates} if templates else {}
+
+
 def _common(config: PrepareConfig, tokenizer: Tokenizer, file: str | None, fingerprint: str) -> dict[str, Any]:
     """The manifest's entries that only depend on the config."""
     masked = {"loss_mask": True} if any(part.masks_loss for part in config.parts) else {}
-    templates = sorted({part.template for part in config.parts if isinstance(part, OpenThoughtsConfig)})
-    chat = {"chat_templates": templates} if templates else {}  # every checkpoint has the tokenizer's record
     return {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
-        "tokenizer": {**describe(tokenizer), "file": file, **chat},
+        "tokenizer": {
+            **describe(tokenizer),
+            "file": file,
+            **chat_templates(config),
+        },  # every checkpoint has this record
         "seq_len": config.seq_len,
         "seed": config.seed,
         "config": _settings(config),

@@ -102,7 +102,11 @@ def check_tokenizer(tokenizer: dict[str, Any], data: str, model: str) -> None:
     """Raise ConfigError unless `data` was made with the `tokenizer` of the model to start or learn from."""
     from lt2_platform.data.stream import load_manifest
 
-    found = load_manifest(data)["tokenizer"]
+    same_tokenizer(tokenizer, load_manifest(data)["tokenizer"], data, model)
+
+
+def same_tokenizer(tokenizer: dict[str, Any], found: dict[str, Any], data: str, model: str) -> None:
+    """The same, of the data's record of its tokenizer, `found`."""
     if found["sha256"] != tokenizer.get("sha256"):
         raise ConfigError(
             f"the model {model} was trained with tokenizer {tokenizer.get('name')!r}, {data} was prepared with "

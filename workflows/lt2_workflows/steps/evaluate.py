@@ -71,7 +71,39 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
     return "; ".join([*parts, *(f"{', '.join(asked)} from {pack}" for pack, asked in packs.items())])
 
 
-@step_type(EvaluateStep, describe=describe_evaluate, places=evaluate_places)
+def check_fit(config: EvaluateStep, context: StepContext) -> None:
+    """Raise ConfigError where a task asks by the template of a training that had none, or several."""
+    asked = [i for i, task in enumerate(config.tasks) if isinstance(task, HarnessConfig) and task.chat is True]
+    known = _trained_templates(config.checkpoint, context) if asked else None
+    if known is None or len(known) == 1:
+        return
+    if isinstance(config.checkpoint, Ref):
+        model = f"the model of step {config.checkpoint.step}"
+    else:
+        model = config.checkpoint
+    why = f"is trained on several templates ({', '.join(known)})" if known else "is not trained on conversations"
+    raise ConfigError(
+        f"tasks.{asked[0]}.chat is true, and {model} {why}; name a template (chatml, llama3 or plain) to ask it by "
+        "that, or leave chat out"
+    )
+
+
+def _trained_templates(checkpoint: CheckpointRef | str, context: StepContext) -> list[str] | None:
+    """Those of the conversations that a checkpoint's data has, or will have; None where nothing tells yet."""
+    from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
+    from lt2_workflows.steps.distill import DistillStep
+    from lt2_workflows.steps.prepare import dataset_facts
+    from lt2_workflows.steps.pretrain import PretrainStep
+
+    if isinstance(checkpoint, str):
+        return read_info(resolve(checkpoint)).tokenizer.get("chat_templates", [])
+    trained = context.workflow.configs[checkpoint.step]
+    if not isinstance(trained, PretrainStep | DistillStep):
+        return None
+    return dataset_facts(trained.data, context, vocab_size=1)["tokenizer"].get("chat_templates", [])
+
+
+@step_type(EvaluateStep, describe=describe_evaluate, places=evaluate_places, fits=check_fit)
 def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     """Result: {"rows": as of lt2_platform.evaluate.tasks.run_tasks}; they also go to the run in the results store.
 

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from lt2.config import ConfigError
-from lt2_platform.data.prepare import PrepareConfig, prepare
+from lt2_platform.data.prepare import PrepareConfig, chat_templates, prepare
 from lt2_platform.data.sources.configs import STDLIB, describe, paths_of
 from lt2_platform.data.sources.listing import changed_since
 from lt2_platform.data.sources.paths import look_for
+from lt2_platform.data.tokenize import describe as tokenizer_record
 from lt2_platform.data.tokenize import is_as_recorded, load_tokenizer
 from lt2_platform.remake import remaking
 from lt2_platform.storage_errors import STORAGE_ERRORS
@@ -137,5 +138,7 @@ def dataset_facts(data: DatasetRef | str, context: StepContext, *, vocab_size: i
     if not isinstance(source, PrepareStep):  # a step of the user's own
         raise NotKnownYetError(f"not known before its data, step {data.step}, is there")
     if vocab_size is None:
-        vocab_size = load_tokenizer(source.tokenizer).vocab_size
-    return {"seq_len": source.seq_len, "tokenizer": {"name": source.tokenizer, "vocab_size": vocab_size}}
+        tokenizer = tokenizer_record(load_tokenizer(source.tokenizer))
+    else:
+        tokenizer = {"name": source.tokenizer, "vocab_size": vocab_size}
+    return {"seq_len": source.seq_len, "tokenizer": {**tokenizer, **chat_templates(source)}}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lt2.config import HybridLayout, ModelConfig
+from lt2.config import ConfigError, HybridLayout, ModelConfig
 from lt2.layout import realised_ratio
 from lt2.train.config import TrainConfig, check_model
 from lt2_platform.train.config import (
@@ -108,7 +108,33 @@ def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConf
     return resolve_model(config.model, manifest, "the data"), manifest["seq_len"]
 
 
-@step_type(PretrainStep, describe=describe_pretrain)
+def check_fit(config: PretrainStep, context: StepContext) -> None:
+    """Raise ConfigError where the model does not go with the data's tokenizer and rows, or the weights of `start`."""
+    facts = dataset_facts(config.data, context, vocab_size=None)
+    model = resolve_model(config.model, facts, "the data")
+    if config.start is None:
+        return
+    import torch
+
+    from lt2.distill.student import start_from
+    from lt2.model import LoopedLM
+    from lt2_platform.distill.run import same_tokenizer
+    from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
+    from lt2_workflows.steps.distill import planned_checkpoint
+
+    theirs = planned_checkpoint(config.start, context)
+    if theirs is None:
+        return
+    try:
+        with torch.device("meta"):
+            start_from(LoopedLM(model), LoopedLM(theirs))
+        if isinstance(config.start, str):
+            same_tokenizer(read_info(resolve(config.start)).tokenizer, facts["tokenizer"], "the data", config.start)
+    except ConfigError as error:
+        raise ConfigError(f"start: {error}") from error
+
+
+@step_type(PretrainStep, describe=describe_pretrain, fits=check_fit)
 def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.trainer.pretrain returns it."""
     from lt2_platform.distill.run import check_tokenizer

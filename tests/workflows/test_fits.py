@@ -1,0 +1,106 @@
+"""What does not go with its inputs is told before anything runs, by `lt2 plan` and `lt2 run` alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt2.config import ConfigError
+from lt2_platform.storage import Storage
+from lt2_workflows.engine.executor import run
+from lt2_workflows.graph import Workflow
+from lt2_workflows.inputs import check_inputs
+from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.plan import describe_plan
+from tests.platform.evaluate.tiny import MODEL, model, save
+
+TRAIN = {"steps": 4, "global_batch_size": 2}
+ASK = {"type": "harness", "tasks": ["mine"], "chat": True}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "s"))
+
+
+def made(tmp_path: Path, source: Any = "python-stdlib", tasks: Any = (ASK,), **pretrain: Any) -> Workflow:
+    (tmp_path / "pack").mkdir(exist_ok=True)
+    (tmp_path / "pack/manifest.json").write_text('{"schema_version": 1, "tasks": {"mine": {}}}')
+    checkpoint = {"checkpoint": {"step": "pretrain"}, "data": {"step": "prepare"}, "pack": f"{tmp_path}/pack"}
+    steps = {
+        "prepare": {"type": "prepare", "source": source, "seq_len": 64},
+        "pretrain": {"type": "pretrain", "data": {"step": "prepare"}, "model": MODEL, "train": TRAIN, **pretrain},
+        "evaluate": {"type": "evaluate", **checkpoint, "tasks": list(tasks)},
+    }
+    return workflow_from_record({"workflow": "w", "steps": steps}, source="test")
+
+
+def told(workflow: Workflow, storage: Storage) -> str:
+    """What both the plan and the run say, which then has written nothing."""
+    with pytest.raises(ConfigError) as planned:
+        describe_plan(workflow, storage)
+    with pytest.raises(ConfigError) as ran:
+        run(workflow, storage)
+    assert str(ran.value) == str(planned.value)
+    assert not storage.exists("workflows")
+    return str(ran.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": 100}, "pretrain: model.vocab_size 100 is smaller than the 259 tokens of tokenizer 'byte'"),
+        ({"max_seq_len": 32}, "pretrain: model.max_seq_len 32 is shorter than the rows of 64 tokens"),
+    ],
+)
+def test_a_model_that_does_not_go_with_the_data(tmp_path: Path, storage: Storage, fields: Any, message: str):
+    assert told(made(tmp_path, tasks=[{"type": "perplexity"}], model=MODEL | fields), storage).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [
+        ({"n_layers": 4}, "pretrain: start: cannot start from this model: it has 4 layers, not 2"),
+        ({"dim": 32}, "pretrain: start: cannot start from this model: rho is (2, 32) there and (2, 16) here"),
+        ({"vocab_size": 300}, "pretrain: start: cannot start from this model: embed.weight is (300, 16) there"),
+        ({}, None),
+    ],
+)
+def test_weights_to_start_from_that_do_not_go_with_the_model(
+    tmp_path: Path, storage: Storage, begin: Any, message: Any
+):
+    workflow = made(tmp_path, tasks=[{"type": "perplexity"}], start=save(tmp_path / "run", model(**begin)))
+    if message is None:
+        check_inputs(workflow, storage, workflow.steps.values())
+    else:
+        assert told(workflow, storage).startswith(message)
+
+
+def test_a_start_of_another_tokenizer_or_of_a_step_of_other_sizes(tmp_path: Path, storage: Storage):
+    record = {"name": "other", "sha256": "0" * 64, "vocab_size": 259, "file": None}
+    begun = save(tmp_path / "run", model(), tokenizer=record)
+    said = told(made(tmp_path, tasks=[{"type": "perplexity"}], start=begun), storage)
+    assert f"pretrain: start: the model {begun} was trained with tokenizer 'other', the data was prepared" in said
+    record = made(tmp_path, tasks=[{"type": "perplexity"}]).record()
+    longer = json.loads(json.dumps(record["steps"]["pretrain"]))
+    record["steps"]["longer"] = longer | {"start": {"step": "pretrain"}, "model": MODEL | {"n_layers": 4}}
+    workflow = workflow_from_record(record, source="test")
+    assert told(workflow, storage) == "longer: start: cannot start from this model: it has 2 layers, not 4"
+
+
+def test_a_chat_of_a_model_without_conversations(tmp_path: Path, storage: Storage):
+    (tmp_path / "a.jsonl").write_text("")
+    chats = [
+        {"type": "openthoughts", "path": f"{tmp_path}/a.jsonl", "format": "jsonl", "template": template}
+        for template in ("chatml", "plain")
+    ]
+    both = {"type": "mixture", "sources": [{"weight": 1, "source": chat} for chat in chats]}
+    said = "evaluate: tasks.0.chat is true, and the model of step pretrain is "
+    assert told(made(tmp_path), storage).startswith(said + "not trained on conversations; name a template")
+    assert told(made(tmp_path, both), storage).startswith(said + "trained on several templates (chatml, plain)")
+    named = made(tmp_path, tasks=[ASK | {"chat": "plain"}])
+    for workflow in (named, made(tmp_path, chats[0])):
+        check_inputs(workflow, storage, workflow.steps.values())
