@@ -7,7 +7,7 @@ replaces (paper, Sec. Distilling; Goldstein et al. 2026 for the copy).
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
@@ -85,34 +85,38 @@ def start_from(student: LoopedLM, source: LoopedLM) -> None:
     Raises:
         ConfigError: another depth or width, or a part other than a mixer that `source` lacks.
     """
+    check_start(student, source)
+    theirs = dict(source.named_parameters())
+    for name, parameter in student.named_parameters():
+        if name in theirs:
+            parameter.copy_(theirs[name])
+    layout = student.config.layout
+    attention = layout.attention.weights if isinstance(layout, KeptLayout) else ""
+    for ours, block in zip(cast(list[Block], student.blocks), cast(list[Block], source.blocks)):
+        for kind in ours.mixers.keys() - block.mixers.keys():
+            start_mixer(ours.mixers[kind], dict(block.mixers.items()).get(attention), kind)
+
+
+def check_start(student: LoopedLM, source: LoopedLM) -> None:
+    """Raise ConfigError where `start_from` would; reads no weights."""
     if len(student.blocks) != len(source.blocks):
         there, here = len(source.blocks), len(student.blocks)
         raise ConfigError(f"cannot start from this model: it has {there} layers, not {here}")
     theirs = dict(source.named_parameters())
-    missing: list[str] = []
     for name, parameter in student.named_parameters():
-        if name not in theirs:
-            missing.append(name)
-            continue
-        if theirs[name].shape != parameter.shape:
+        if name not in theirs and ".mixers." not in name:
+            raise ConfigError(f"cannot start from this model: it has no {name}")
+        if name in theirs and theirs[name].shape != parameter.shape:
             shapes = f"{tuple(theirs[name].shape)} there and {tuple(parameter.shape)} here"
             raise ConfigError(f"cannot start from this model: {name} is {shapes}; the sizes must be its teacher's")
-        parameter.copy_(theirs[name])
-    if wrong := [name for name in missing if ".mixers." not in name]:
-        raise ConfigError(f"cannot start from this model: it has no {wrong[0]}")
     layout = student.config.layout
-    attention = layout.attention.weights if isinstance(layout, KeptLayout) else ""
-    for layer in sorted({int(name.split(".")[1]) for name in missing}):
-        ours, block = student.blocks[layer], source.blocks[layer]
-        assert isinstance(ours, Block)
-        assert isinstance(block, Block)
-        for kind in ours.mixers.keys() - block.mixers.keys():
-            if kind == attention:
-                raise ConfigError(
-                    f"cannot start from this model: layer {layer} keeps attention here and has lost it there; start "
-                    "from the teacher or from a student of stage 1, which holds both"
-                )
-            start_mixer(ours.mixers[kind], dict(block.mixers.items()).get(attention), kind)
+    for layer, (ours, block) in enumerate(zip(cast(list[Block], student.blocks), cast(list[Block], source.blocks))):
+        new = ours.mixers.keys() - block.mixers.keys()
+        if isinstance(layout, KeptLayout) and layout.attention.weights in new:
+            raise ConfigError(
+                f"cannot start from this model: layer {layer} keeps attention here and has lost it there; start "
+                "from the teacher or from a student of stage 1, which holds both"
+            )
 
 
 @torch.no_grad()

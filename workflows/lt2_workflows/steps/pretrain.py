@@ -116,7 +116,7 @@ def check_fit(config: PretrainStep, context: StepContext) -> None:
         return
     import torch
 
-    from lt2.distill.student import start_from
+    from lt2.distill.student import check_start
     from lt2.model import LoopedLM
     from lt2_platform.distill.run import same_tokenizer
     from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
@@ -127,7 +127,7 @@ def check_fit(config: PretrainStep, context: StepContext) -> None:
         return
     try:
         with torch.device("meta"):
-            start_from(LoopedLM(model), LoopedLM(theirs))
+            check_start(LoopedLM(model), LoopedLM(theirs))
         if isinstance(config.start, str):
             same_tokenizer(read_info(resolve(config.start)).tokenizer, facts["tokenizer"], "the data", config.start)
     except ConfigError as error:
