@@ -74,11 +74,16 @@ def packed_documents(position_ids: Tensor, valid: Tensor | None, held: Cache | N
     counted = real.cumsum(1) - 1 + (0 if held is None else held.lengths[:, None])
     if bool(((position_ids == counted) | ~real).all()):
         return None
+    if held is not None:
+        raise ConfigError(
+            f"position_ids do not go on from the {held.used} tokens in the cache; give the cache of the text's "
+            "beginning, and nothing after it, and pad prompts of generate() on the left"
+        )
     starts = position_ids == 0
     goes_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
-    if held is None and bool(real.all() & starts[:, 0].all() & (starts[:, 1:] | goes_on).all()):
+    if bool(real.all() & starts[:, 0].all() & (starts[:, 1:] | goes_on).all()):
         return starts.cumsum(1)
     raise ConfigError(
-        "position_ids are not the tokens' places in their rows, which the model counts by attention_mask; pad prompts "
-        "of generate() on the left; to pack documents, begin positions again at 0, without a cache and padding"
+        "position_ids are not the tokens' places in their rows, which the model counts by attention_mask; leave them "
+        "out, or pack documents by positions that begin again at 0, without padding"
     )

@@ -90,6 +90,17 @@ def test_a_second_turn_continues_the_first_ones_cache():
     assert torch.equal(net.generate(both, cache=first.cache, **options), net.generate(both, **options))
 
 
+def test_a_cache_that_is_ahead_of_the_text_and_prompts_padded_on_the_right_are_refused():
+    net = LT2ForCausalLM.of(model())
+    x, options = tokens(1, 6), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 7}
+    cache = net.generate(x, return_dict_in_generate=True, **options).cache
+    with pytest.raises(ConfigError, match="do not go on from the 8 tokens in the cache"):
+        net.generate(x, cache=cache, **options)
+    ids, mask = left_padded()
+    with pytest.raises(ConfigError, match=r"pad prompts of generate\(\) on the left"):
+        net.generate(ids.flip(1), attention_mask=mask.flip(1), **options)
+
+
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
