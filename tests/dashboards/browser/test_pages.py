@@ -128,6 +128,20 @@ def test_a_page_recovers_when_the_storage_comes_back(page, site):
     until(page, "document.getElementById('connection').textContent === ''")
 
 
+NAMELESS = """() => [
+  ...[...document.querySelectorAll("[tabindex='0']:not(a, button)")].filter((e) => !e.ariaLabel || !e.role),
+  ...[...document.querySelectorAll("input, select")].filter((e) => !e.labels.length && !e.ariaLabel),
+  ...document.querySelectorAll("th:not([scope])"),
+].filter((e) => e.checkVisibility()).map((e) => e.outerHTML.slice(0, 120))"""
+
+
+@pytest.mark.parametrize("address", ["/", "/runs/hybrid-2", "/compare?runs=full-1,hybrid-2", "/evaluations", "/sweeps"])
+def test_what_takes_the_focus_and_every_header_is_named(page, site, address):
+    page.goto(site.address + address)
+    page.locator("th[scope=col]").first.wait_for(state="attached")
+    assert page.evaluate(NAMELESS) == []
+
+
 def test_missing_things_say_so(page, site):
     for address, text in [
         ("/runs/nope", "no run 'nope'"),

@@ -15,7 +15,7 @@ const TILES = ["loss", "validation_loss", "grad_norm", "tokens_per_s"];
 export function comparePage(main) {
   const messages = h("div");
   const controls = curveControls();
-  const table = h("div", { class: "table-wrap", tabindex: "0" });
+  const table = h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Comparison" });
   const same = h("details", { class: "same" });
   let colours = new Map(), recoloured = "[]"; // of seeds that are drawn as one line
   function recolour(found) {

@@ -12,7 +12,7 @@ const SIZES = ["1.3B", "0.6B"];
 export function evaluationsPage(main) {
   const sizes = h("div", { class: "chips", role: "group", "aria-label": "Size of the paper's models" });
   const chart = figure("downstream");
-  const table = h("div", { class: "table-wrap", tabindex: "0" });
+  const table = h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Accuracies" });
   const ratio = figure("hybrid", { small: true, legend: true }), pattern = figure("hybrid", { small: true, legend: true });
   let stop = () => {}, asked = null, body = null;
   fill(main, h("header", { class: "page-head" }, h("h1", {}, "Evaluations"), h("span", { class: "grow" }), h("span", { class: "faint" }, "beside the paper at"), sizes), h("div", { class: "medium" }, chart.element), table,

@@ -35,7 +35,7 @@ function trouble(state, attempt, log) {
 function happened(events) {
   if (!events.length) return null;
   const said = ({ kind, message, checkpoint, state, reason, to }) => (kind === "evaluation" ? `of ${checkpoint} ${state}: ${reason}` : [message, kind === "rollback" ? `went back to ${to ?? "the start"}` : null].filter(Boolean).join("; "));
-  return h("section", { class: "panel" }, h("h2", {}, "What happened"), h("div", { class: "table-wrap story", tabindex: "0" }, h("table", { class: "numbers events" }, h("tbody", {}, events.map((event) =>
+  return h("section", { class: "panel" }, h("h2", {}, "What happened"), h("div", { class: "table-wrap story", tabindex: "0", role: "region", "aria-label": "What happened" }, h("table", { class: "numbers events" }, h("thead", { class: "hidden" }, h("tr", {}, ["time", "what", "step", "told"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, events.map((event) =>
     h("tr", {}, h("td", {}, date(event.time)), h("td", {}, event.kind), h("td", { class: "num" }, event.step === undefined ? "" : `step ${number(event.step)}`), h("td", { class: "said" }, said(event))))))));
 }
 
@@ -134,7 +134,7 @@ export function runPage(main, run) {
     const columns = ["name", "task", "metric", "value", ...extra];
     const rows = results.map((row) => columns.map((column) => (/sha256$/.test(column) ? row[column]?.slice(0, 8) : row[column]) ?? null));
     return h("section", { class: "panel wide" }, h("h2", {}, "Evaluations", h("span", { class: "links" }, links.map(([name, text]) => h("a", { href: `/figures/${name}?runs=${run}` }, text)))),
-      results.length ? h("div", { class: "table-wrap", tabindex: "0" }, numbers({ columns, rows })) : null);
+      results.length ? h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Evaluations" }, numbers({ columns, rows })) : null);
   }
 
   return { update: drawTiles, destroy() { stop(); for (const tile of tiles.values()) tile.destroy(); } };

@@ -161,7 +161,7 @@ export function runsPage(main) {
     };
     const focusedHeader = [...head.querySelectorAll("button")].indexOf(document.activeElement);
     const inWorkflow = found.some((row) => row.workflow), noted = found.some((row) => row.note);
-    fill(head, h("th", { class: "pick" }, h("span", { class: "hidden" }, "Selected")), header("run", "run", "name"), inWorkflow ? header("workflow", "workflow") : null, header("status", "status"), header("step", "progress", "num"), header("created", "started", "num"), noted ? header("note", "note", "") : null,
+    fill(head, h("th", { class: "pick", scope: "col" }, h("span", { class: "hidden" }, "Selected")), header("run", "run", "name"), inWorkflow ? header("workflow", "workflow") : null, header("status", "status"), header("step", "progress", "num"), header("created", "started", "num"), noted ? header("note", "note", "") : null,
       keys.map((key) => header(key, names.get(key) ?? metricName(key), varying.includes(key) ? "" : "num")));
     if (focusedHeader >= 0) head.querySelectorAll("button")[focusedHeader]?.focus();
     const selected = selection();

@@ -168,8 +168,10 @@ function stepPanel(parent, id) {
     const list = (name, values) => Object.keys(values).length ? h("section", { class: "panel" }, h("h2", {}, name), h("dl", { class: "settings" }, Object.entries(values).map(([key, value]) => [h("dt", {}, key), h("dd", {}, value)]))) : null;
     // A report is a table drawn in text: it keeps its lines, and the width they need.
     const [texts, values] = partition(body.result, (value) => typeof value === "string" && value.includes("\n"));
-    fill(reports, Object.values(texts).map((text) => h("section", { class: "panel" }, h("h2", {}, "Report"), h("pre", { class: "log report", tabindex: "0" }, text.replace(/^\n+|\s+$/g, "")))));
-    fill(side, list("Result", values), list("Settings", body.config));
+    fill(reports, Object.values(texts).map((text) => h("section", { class: "panel" }, h("h2", {}, "Report"), h("pre", { class: "log report", tabindex: "0", role: "region", "aria-label": "Report" }, text.replace(/^\n+|\s+$/g, "")))));
+    // Of a step that printed one, its records are what the report's table is of.
+    const [, rest] = partition(values, (value) => Object.keys(texts).length > 0 && value.startsWith("[{"));
+    fill(side, list("Result", rest), list("Settings", body.config));
     if (body.sweep) stopTrials ??= poll(`/api/steps/${encodeURIComponent(id)}/trials`, (found) => fill(trials, trialsPanel(found, id)), (error) => fill(trials, notice("error", "The trials cannot be shown", error.message)), { every: 5000 });
   }
 
