@@ -193,13 +193,16 @@ def test_compared_evaluations_say_how_sure_they_are(page, site):
         items = [
             {"task": "piqa", "doc_id": i, "doc_hash": f"{i}", "scores": {"acc": int(i < right)}} for i in range(of)
         ]
-        text = "\n".join(map(json.dumps, items))
-        site.store.storage.write_bytes(f"evals/{run}/e1/harness/loops-1/samples/piqa.jsonl", text.encode())
+        for task in ("piqa", "copa"):
+            text = "\n".join(json.dumps(item | {"task": task}) for item in items)
+            site.store.storage.write_bytes(f"evals/{run}/e1/harness/loops-1/samples/{task}.jsonl", text.encode())
+    site.store.log_eval("full-1", "validation", [row | {"task": "copa"}])  # the other's evaluation was cut off
     page.goto(f"{site.address}/compare?runs=full-1,hybrid-2")
     row = page.locator("table.compare tr", has_text="validation/piqa/acc")
     row.locator("small.sure").wait_for()
-    assert row.locator("td").all_inner_texts() == ["0± 0.138 items", "0.7± 0.1310 itemsp = 0.016"]
+    assert row.locator("td").all_inner_texts() == ["0± 0.138 items", "0.7± 0.1310 itemsp = 0.0162 items only in one"]
     assert row.locator(".best").count() == 0  # of other items
+    assert page.locator("table.compare tr", has_text="copa/acc").locator("td").last.inner_text() == "–"
     assert "one standard error" in page.locator("main > .notes").inner_text()
 
 
