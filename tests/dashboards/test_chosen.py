@@ -75,6 +75,17 @@ def test_runs_on_other_data_are_no_repeats_and_their_scale_is_told(store):
     assert not any("different data" in note for note in figure(store, q="fingerprint=x").notes)
 
 
+def test_a_best_configuration_of_one_run_is_told(store):
+    alone = "The best has one run only, so nothing is known of how sure that is: give it another seed."
+    add(store, "a", loss=2.0, data="y")
+    assert alone not in figure(store).notes  # there is nothing to compare it with
+    for seed in (0, 1):
+        add(store, f"b{seed}", loss=3.0 + seed, seed=seed)
+    assert alone in figure(store).notes
+    add(store, "a1", loss=2.1, data="y", seed=1)
+    assert alone not in figure(store).notes
+
+
 def test_of_cross_entropies_the_lowest_is_best(store):
     add(store, "a", ce=3.0, data="x")
     add(store, "b", ce=2.0, data="y")

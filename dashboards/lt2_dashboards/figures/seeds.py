@@ -48,6 +48,8 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
         f"Bars are one standard deviation over seeds. Best is the {better}. p: Welch's t-test of the means, which "
         "needs two runs of both; among many configurations one is the best by chance.",
     ]
+    if len(groups) > 1 and len(groups[0]) < 2:
+        notes.append("The best has one run only, so nothing is known of how sure that is: give it another seed.")
     if len(groups) > DRAWN:
         notes.append(f"Drawn are the best {DRAWN} of {len(groups)} configurations.")
     return Figure(f"{metric} by configuration", _option(rows[:DRAWN], keys, metric), columns, lambda: rows, notes)

@@ -197,7 +197,8 @@ export function numbers({ columns, rows }, sorting = null, sort = null) {
     const arrow = sorting?.column === index ? (sorting.down ? " ↓" : " ↑") : "";
     return h("button", { type: "button", class: "link", onclick: () => sort(index) }, text, arrow);
   };
-  const shape = columns.map((column, index) => (column.endsWith("(bytes)") ? (value) => (value === null ? "–" : bytes(value)) : numeric[index] ? aligned(shown.map((row) => row[index])) : (value) => number(value, 6)));
+  // Of a column "value" each row is of another metric: decimals that suit a count would cut an accuracy.
+  const shape = columns.map((column, index) => (column.endsWith("(bytes)") ? (value) => (value === null ? "–" : bytes(value)) : numeric[index] && column !== "value" ? aligned(shown.map((row) => row[index])) : (value) => number(value, 6)));
   const cell = (value, column, row) => {
     const isRun = value !== null && (columns[column] === "run" || (first && column === 0 && row[source]?.startsWith("this store") && !value.startsWith("mean of ")));
     return h("td", { class: numeric[column] ? "num" : "" }, isRun ? h("a", { href: `/runs/${value}`, title: value }, value) : shape[column](value));

@@ -206,6 +206,14 @@ def test_compared_evaluations_say_how_sure_they_are(page, site):
     assert "one standard error" in page.locator("main > .notes").inner_text()
 
 
+def test_a_result_keeps_its_digits_beside_a_count(page, site):
+    rows = [{"task": "sciq", "metric": metric, "value": value} for metric, value in (("acc", 0.4375), ("cut", 140.0))]
+    site.store.log_eval("live-4", "validation", rows)
+    page.goto(f"{site.address}/runs/live-4")
+    row = page.get_by_role("region", name="Evaluations").locator("tr", has_text="acc")
+    assert row.locator("td.num").first.inner_text() == "0.4375"
+
+
 def test_columns_and_charts_are_chosen_one_after_the_other(page, site):
     drawn(page, 5)
     for menu, first, second, kept in (
