@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lt2.config import ConfigError, load_source
 from lt2_platform.fence import FENCE, OvertakenError
-from lt2_platform.storage_errors import complaint, is_away
+from lt2_platform.storage_errors import complaint, is_away, patiently
 from lt2_platform.train.stopping import StopRequest
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
@@ -108,7 +108,7 @@ def run_attempt(
     """Run attempt `number` of a step and return one of the exit codes above. Redirects this process's output."""
     step = workflow.steps[name]
     lease = Lease(storage, step.folder, number, ttl_s, on_lost=end_process)
-    if not lease.acquire():
+    if not patiently(lease.acquire):
         return BUSY
     os.environ[FENCE] = storage.join(lease.fence)
     if read_done(storage, step) is not None:  # another attempt finished before the claim succeeded
@@ -117,7 +117,7 @@ def run_attempt(
         return DONE
     folder = f"{step.folder}/attempts/{number}"
     state: dict[str, Any] = {"state": "running", "started": time.time(), "provenance": provenance(), "error": None}
-    storage.write_json(f"{folder}/state.json", state)
+    patiently(lambda: storage.write_json(f"{folder}/state.json", state))
     emit({"event": "started", "attempt": number})
     lease.on_beat = save_log = capture_output(storage, f"{folder}/log")
     lease.on_lost = end = partial(end_process, last_words=partial(save_log, fenced=False), within_s=ttl_s / 6)
@@ -142,10 +142,10 @@ def run_attempt(
     try:
         if code == DONE:
             done = {"attempt": number, "ended": state["ended"], "result": result, "provenance": state["provenance"]}
-            storage.create_exclusive(f"{step.folder}/done.json", json_bytes(done))
-        storage.write_json(f"{folder}/state.json", state)
-        save_log()
-        lease.release()
+            patiently(lambda: storage.create_exclusive(f"{step.folder}/done.json", json_bytes(done)))
+        patiently(lambda: storage.write_json(f"{folder}/state.json", state))
+        patiently(save_log)
+        patiently(lease.release)
     except OvertakenError as overtaken:
         end(str(overtaken))
     emit({"event": STATES[code], "attempt": number, "error": error})

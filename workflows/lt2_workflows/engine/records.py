@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from lt2.config import ConfigError
 from lt2_platform.source_files import is_inside, python_sources
 from lt2_platform.step_records import ORPHAN_GRACE_S, attempt_state, is_stale, this_process
-from lt2_platform.storage_errors import STORAGE_ERRORS
+from lt2_platform.storage_errors import PATIENCE_SECONDS, STORAGE_ERRORS
 from lt2_workflows.engine.record_files import UnreadableRecordError, read_record
 from lt2_workflows.graph import Step, Workflow
 
@@ -96,8 +96,9 @@ class Lease:
     """The right to run one attempt of a step, kept alive by a thread until `release`.
 
     `on_beat` is called with every heartbeat (the attempt's log is uploaded there). When the lease is lost, because
-    another process took over or storage could not be written for longer than the others wait, `on_lost` is called
-    from the thread; it must end the process, since the work must not go on.
+    another process took over or storage could not be written for as long as anything waits for it, `on_lost` is called
+    from the thread; it must end the process, since the work must not go on. A holder whose heartbeats are refused looks
+    dead to others before that; until one of them takes over nothing is lost, and from then on the fence holds.
     """
 
     storage: Storage
@@ -151,8 +152,7 @@ class Lease:
                 written = time.monotonic()
                 self.on_beat()
             except Exception as error:
-                # Any storage may fail in any way for a moment; what counts is whether others now think us dead.
-                if time.monotonic() - written > 0.7 * self.ttl_s:
+                if time.monotonic() - written > PATIENCE_SECONDS:  # any storage may fail in any way for a while
                     self.on_lost(f"no heartbeat could be written: {error}")
 
     def _superseded(self) -> bool:
