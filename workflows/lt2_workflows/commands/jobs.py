@@ -25,7 +25,10 @@ StorageOption = Annotated[
     typer.Option("--storage", metavar="ROOT", help="s3://bucket/prefix, or a folder all nodes share. [$LT2_STORAGE]"),
 ]
 PythonOption = Annotated[
-    str, typer.Option("--python", help="The interpreter on the cluster, absolute. [default: the path of this one]")
+    str,
+    typer.Option(
+        "--python", help="The interpreter on the cluster, absolute. [default: the path of this one]", show_default=False
+    ),
 ]
 NoFollowOption = Annotated[bool, typer.Option("--no-follow", help="Print the job's id and return.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a workflow's id or name: its newest.")]
