@@ -227,11 +227,8 @@ def _common(config: PrepareConfig, tokenizer: Tokenizer, file: str | None, finge
     return {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
-        "tokenizer": {
-            **describe(tokenizer),
-            "file": file,
-            **chat_templates(config),
-        },  # every checkpoint has this record
+        # Every checkpoint has this record.
+        "tokenizer": {**describe(tokenizer), "file": file, **chat_templates(config)},
         "seq_len": config.seq_len,
         "seed": config.seed,
         "config": _settings(config),
