@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import prod
 from typing import Any
 
@@ -153,6 +154,33 @@ def test_initial_weights_are_truncated_normal_with_fan_in_scale():
         assert float(scaled.abs().max()) <= 3 + 1e-6
         # A normal cut at 3 sigma has a standard deviation of 0.9866.
         assert float(scaled.std()) == pytest.approx(0.9866, abs=4 * (2 * weight.numel()) ** -0.5)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        {"type": "full", "gate": "elementwise"},
+        {"type": "window", "window": 3, "gate": "headwise"},
+        {"type": "mla", "kv_rank": 8, "rope_head_dim": 4, "gate": "elementwise"},
+        {"type": "dsa", "top_k": 3, "index_dim": 8, "index_rope_dim": 4, "gate": "headwise"},
+    ],
+    ids=lambda mixer: mixer["type"],
+)
+def test_the_output_gate_of_attention_starts_half_open_everywhere(mixer: dict):
+    for block in build(config({"type": "uniform", "mixer": mixer})).blocks:
+        (attention,) = block.mixers.values()
+        assert not attention.gate_proj.weight.any()
+
+
+@pytest.mark.parametrize(("kind", "least"), [("gdn", 1e-4), ("kda", 1.0), ("mamba2", 1.0)])
+def test_decays_start_in_the_range_of_mamba2s(kind: str, least: float):
+    mixer = {"type": kind, "head_dim": 2}
+    net = build(config({"type": "uniform", "mixer": mixer}, dim=128, num_heads=64, n_layers=1), seed=0)
+    (layer,) = net.blocks[0].mixers.values()
+    A, dt = layer.A_log.detach().exp(), torch.nn.functional.softplus(layer.dt_bias.detach())
+    for found, low, high in ((A, least, 16.0), (dt.log(), math.log(1e-3), math.log(1e-1))):
+        assert low - 1e-3 <= float(found.min()) < low + (high - low) / 16
+        assert high - (high - low) / 8 < float(found.max()) <= high + 1e-3
 
 
 def test_global_depth_init_shrinks_only_the_projections_into_the_residual_stream():
