@@ -138,6 +138,18 @@ def test_cache_bytes_are_those_of_the_cache(n_loops: int | None):
     assert accounting.cache_bytes(net.config, 11, batch=2, dtype=torch.float64, n_loops=n_loops) == held
 
 
+@pytest.mark.parametrize("layout", [FULL, {"type": "uniform", "mixer": {"type": "full", "num_kv_heads": 1}}])
+def test_flops_of_projections_ffn_and_head_are_those_torch_counts(layout: dict):
+    net, length = model(layout), 8
+    with FlopCounterMode(display=False) as counter:
+        net.logits(net(tokens(1, length)).hidden)
+    counted = counter.get_flop_counts()["Global"]
+    projections = sum(n for op, n in counted.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    config = net.config
+    mixing = config.n_loops * config.n_layers * config.layout.mixer.sequence_flops(config.dims, length)
+    assert projections == length * (accounting.forward_flops(config, length) - mixing)
+
+
 def test_initial_weights_depend_on_the_seed_alone():
     first, torch_state = build(config(), seed=3), torch.random.get_rng_state()
     again, other = build(config(), seed=3), build(config(), seed=4)

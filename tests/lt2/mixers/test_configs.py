@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +138,30 @@ def test_parameter_cost(mixer, size):
     with torch.device("meta"):
         module = build_mixer(config, Dims(dim=1024, num_heads=16))
     assert sum(p.numel() for p in module.parameters()) / 1024**2 == pytest.approx(size, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "width", "seen"),
+    [
+        ({"type": "full", "num_heads": 4, "num_kv_heads": 2}, 2 * 32, 20),  # of each head's query · key and value
+        ({"type": "window", "window": 7}, 2 * 32, 7),
+        ({"type": "window", "window": 30}, 2 * 32, 20),
+        ({"type": "mla", "head_dim": 6, "v_head_dim": 5, "rope_head_dim": 4}, 2 * (6 + 4 + 5), 20),
+    ],
+)
+def test_sequence_flops_of_attention_count_the_keys_read(mixer, width, seen):
+    length = 20
+    read = sum(min(position + 1, seen) for position in range(length))
+    found = MixerConfig.read(mixer).sequence_flops(Dims(dim=32, num_heads=2), length)
+    assert found == pytest.approx(2 * width * read / length)
+
+
+@pytest.mark.parametrize("kind", ["la", "retnet", "mamba2", "gla", "hgrn2", "deltanet", "gdn", "kda"])
+def test_a_token_costs_a_recurrence_the_same_in_every_sequence(kind):
+    config, dims = MixerConfig.read({"type": kind}), Dims(dim=1024, num_heads=16)
+    shape, _ = config.cache_spec(dims, 1)["state"]
+    short, long = (config.sequence_flops(dims, length) for length in (128, 128_000))
+    assert short == long >= 4 * math.prod(shape)  # to write the state and to read it
 
 
 def test_threads_that_read_a_file_at_once_find_it_whole(tmp_path):
