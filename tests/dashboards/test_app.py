@@ -67,6 +67,7 @@ def test_runs_newest_first_with_what_differs(client):
         ("lr>1.5e-3", ["hybrid-2"]),
         ("train.lr=0.002", ["hybrid-2"]),
         ("lr=2e-3", ["hybrid-2"]),
+        ("train.lr=2e-3", ["hybrid-2"]),  # a setting of that value, however it is written
         ("lr!=0.001", ["hybrid-2"]),
         ("mixer.type=gdn status!=running", ["stalled-5", "gdn-3", "hybrid-2"]),
         ("layout.type~HYB", ["hybrid-2"]),
