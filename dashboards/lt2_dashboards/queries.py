@@ -20,8 +20,8 @@ from lt2_platform.results.tables import Eval, Tables
 from lt2_platform.storage import S3, Storage
 
 FRESH_SECONDS = 0.5  # one page asks several questions at once; the store is listed once for all of them
-# SQL: which evaluation rows are a validation perplexity
-PERPLEXITY = "(name IN ('validation', 'perplexity') AND metric IN ('perplexity', 'ppl'))"
+# SQL: which evaluation rows are a validation perplexity, of a finished run or measured while it trained
+PERPLEXITY = "(name IN ('validation', 'training', 'perplexity') AND metric IN ('perplexity', 'ppl'))"
 # SQL: of an evaluation row's JSON, the depth it was measured at; NULL where it says none
 _LOOPS = "TRY_CAST(regexp_extract(e.row, '\"n_loops\": ([0-9]+)', 1) AS BIGINT)"
 _EXITS = "(nullif(regexp_extract(e.row, '\"early_exit\": (true|false)', 1), '') = 'true')"

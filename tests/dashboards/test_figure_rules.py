@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lt2_dashboards.figures.store import architecture
+from lt2_dashboards.figures.store import architecture, evaluated
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
 from lt2_platform.results.store import ResultsStore
@@ -172,3 +172,18 @@ def test_pareto_links_to_the_quality_that_there_is(tmp_path):
     found = figure(Source(str(tmp_path)), "pareto")
     assert found.notes[-1] == "1 runs have the perplexity."
     assert found.links == {found.notes[-1]: {"quality": "perplexity"}}
+
+
+def test_a_perplexity_measured_while_a_run_trained_counts_as_its_accuracies_do(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    store.create_run("r", {"config": {"model": {"n_loops": 2}}}).close()
+    place = {"n_loops": 2, "early_exit": False}
+    perplexity, accuracy = {"task": "perplexity", "metric": "perplexity"}, {"task": "copa", "metric": "acc"}
+    for step, value in ((20, 9.0), (10, 12.0)):
+        rows = [perplexity | {"value": value}, accuracy | {"value": 0.5}]
+        store.log_eval("r", "training", [place | row | {"step": step} for row in rows])
+    (found,) = evaluated(Source(str(tmp_path)).snapshot())
+    assert (found.perplexity, found.accuracy("copa")) == (9.0, 50.0)
+    store.log_eval("r", "validation", [place | perplexity | {"step": 20, "value": 8.5}])
+    (found,) = evaluated(Source(str(tmp_path)).snapshot())
+    assert found.perplexity == 8.5
