@@ -220,6 +220,14 @@ def test_questions_that_waited_for_one_look_at_a_slow_store_share_it(tmp_path, m
     assert len({id(snapshot) for snapshot in found}) == 1
 
 
+def test_answers_are_remembered_until_there_are_too_many(tmp_path):
+    source, asked = Source(str(tmp_path)), []
+    for question in (0, 0, *range(2 * queries.CACHED_ANSWERS)):
+        source.remembered((question,), lambda _, question=question: asked.append(question) or [question])
+    assert asked == list(range(2 * queries.CACHED_ANSWERS))
+    assert len(source.snapshot().answers) <= queries.CACHED_ANSWERS
+
+
 def test_pages_survive_damaged_files_and_name_them(tmp_path):
     store = ResultsStore(Storage(str(tmp_path)))
     writer = add_run(store, "broken", start=time.time() - 10, end=None, layout=layout("gdn"))

@@ -12,6 +12,7 @@ from lt2.config import ConfigError
 from lt2_platform.results import index as results_index
 from lt2_platform.results.index import COMPACT_AFTER, compact
 from lt2_platform.results.store import ResultsStore, differences, flatten
+from lt2_platform.results.tables import as_number, total_steps
 from lt2_platform.storage import Storage
 from tests.platform.conftest import Clock, parts, values
 
@@ -225,6 +226,23 @@ def test_differences_and_flatten():
     assert differences(configs) == {"a": {"new": None, "x.y": 1}, "b": {"new": True, "x.y": 2}}
     assert flatten({"a": {"b": {"c": 1}}, "d": []}) == {"a.b.c": 1, "d": []}
     assert json.dumps(differences({})) == "{}"
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ({"sweep.steps": 9, "steps": 8, "train.steps": 7}, 7),
+        ({"sweep.steps": 9, "steps": 8}, 8),
+        ({"sweep.steps": 9, "lr": 1}, 9),
+        ({"train.steps": "auto", "lr": 1}, None),
+    ],
+)
+def test_the_steps_that_a_run_was_asked_for(config, steps):
+    assert total_steps(config) == steps
+
+
+def test_only_numbers_count_as_numbers():
+    assert [as_number(value) for value in (3, 0.5, True, "3", None, [3])] == [3.0, 0.5, None, None, None, None]
 
 
 def test_evaluation_rows_may_have_different_keys(local):
