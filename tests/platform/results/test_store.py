@@ -135,6 +135,14 @@ def test_another_config_under_the_same_run_is_refused(local):
     assert local.storage.read_json("runs/r/run.json")["git"] == "a"
 
 
+def test_a_run_that_goes_on_keeps_its_place_among_the_newest_first(local):
+    local.create_run("a", {"config": {}}, clock=Clock(100.0)).close()
+    local.create_run("b", {"config": {}}, clock=Clock(200.0)).close()
+    local.create_run("a", {"config": {}}, clock=Clock(300.0)).close()
+    found = [(run.run_id, run.created, run.updated) for run in local.runs()]
+    assert found == [("b", 200.0, 200.0), ("a", 100.0, 300.0)]
+
+
 def test_a_setting_added_since_does_not_make_it_another_run(local):
     local.create_run("r", {"config": {"train": {"lr": 0.1}}}).close()
     local.create_run("r", {"config": {"train": {"lr": 0.1, "rollbacks": 2}}}).close()

@@ -6,9 +6,11 @@ import threading
 
 import pytest
 
+from lt2.train.loop import PreemptedError
 from lt2_platform.results import index as results_index
 from lt2_platform.results.index import compact
 from lt2_platform.results.store import RunWriter
+from lt2_platform.results.tables import empty_tables
 from lt2_platform.storage import Storage
 from tests.platform.conftest import Clock, parts, values
 
@@ -88,6 +90,40 @@ def test_damaged_index_files_are_named_and_never_lose_runs(local):
     with pytest.raises(OSError, match="would be forgotten"):
         compact(local.storage)
     assert "b.json" in local.storage.list(results_index.JOURNAL)
+
+
+def test_tables_of_the_last_generations_stay_for_who_is_reading_them(local):
+    seen = []
+    for number in range(6):
+        local.create_run(f"r-{number}", {}).close()
+        compact(local.storage)
+        newest = local.storage.list(results_index.MANIFESTS)[-1]
+        seen.append(local.storage.read_json(f"{results_index.MANIFESTS}/{newest}")["tables"].values())
+    there = [all(map(local.storage.exists, tables)) for tables in seen]
+    gone = len(seen) - results_index.KEPT_GENERATIONS
+    assert there == [False] * gone + [True] * results_index.KEPT_GENERATIONS
+    assert len(local.storage.list(results_index.TABLES)) == 4 * results_index.KEPT_GENERATIONS
+
+
+def test_a_compactor_that_was_overtaken_leaves_nothing_behind(local):
+    assert results_index.publish(local.storage, empty_tables(), 1, [])
+    tables = local.storage.list(results_index.TABLES)
+    assert not results_index.publish(local.storage, empty_tables(), 1, [])
+    assert local.storage.list(results_index.TABLES) == tables
+
+
+def test_compacting_leaves_damaged_evaluations_where_they_are(local):
+    local.create_run("r", {}).close()
+    for value in (1.0, 2.0):
+        local.log_eval("r", "validation", [{"metric": "loss", "value": value}])
+    whole, cut = (f"results/journal/{name}" for name in local.storage.list("results/journal") if "~" in name)
+    kept = local.storage.read_bytes(cut)
+    local.storage.write_bytes(cut, kept[:-9])
+    compact(local.storage)
+    assert not local.storage.exists(whole)
+    assert local.index().skipped[0].startswith(cut)
+    local.storage.write_bytes(cut, kept)  # somebody restored it
+    assert [row["value"] for _, _, row in local.index().evals] == [1.0, 2.0]
 
 
 def test_storage_failure_while_training_is_survived_and_written_later(local, monkeypatch, caplog):
@@ -180,6 +216,12 @@ def test_exception_in_the_block_marks_the_run_failed(local):
         work()
     assert local.run("r").state == "failed"
     assert values(local, "r", "loss") == {0: 1.0}
+
+
+def test_an_exception_may_say_that_the_run_goes_on(local):
+    with pytest.raises(PreemptedError), local.create_run("r", {}):
+        raise PreemptedError("asked to stop")
+    assert local.run("r").state == "running"
 
 
 def test_silent_run_is_stalled(local):
