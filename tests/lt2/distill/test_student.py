@@ -98,6 +98,12 @@ def test_a_student_of_stage_one_gives_students_of_any_kept_set():
         start_from(other, student)
 
 
+def test_students_of_a_student_of_stage_one_are_those_of_its_teacher_whatever_the_order_of_layers():
+    config = teacher().config
+    both = student_config(config, GDN, both=True)
+    assert student_config(both, GDN, (2, 0)) == student_config(config, GDN, [0, 2])
+
+
 def test_mistakes_are_named():
     config = teacher().config
     with pytest.raises(ConfigError, match=r"kept layers \[0, 3\]: give different ones of 0 to 2"):

@@ -58,6 +58,14 @@ def test_a_trial_that_the_scheduler_stopped_did_not_fail():
     assert (row["n"], row["stopped"], row["failed"]) == (1, 1, 1)
 
 
+def test_what_a_trial_measured_before_it_was_stopped_does_not_count():
+    values = {"a": (3.0, 3.2), "b": (2.0, 2.1)}
+    trials = [trial(name, ppl, i) for name, each in values.items() for i, ppl in enumerate(each)]
+    stopped = trial("a", 0, 2, "stopped") | {"metrics": {"perplexity/perplexity": 90.0, "x": 1.0}}
+    alone, (row, _) = ablations.summarize(trials, None)[0], ablations.summarize([*trials, stopped], None)
+    assert row == alone | {"stopped": 1}
+
+
 def test_csv_has_every_metric_with_its_spread():
     rows = ablations.summarize([trial("a", 2.0, x=1.0), trial("a", 4.0, 1, x=1.0), trial("b", 3.0)], None)
     first, second = csv.DictReader(io.StringIO(ablations.as_csv(rows)))

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.compare import compare, scores, sign_test
+from lt2_platform.evaluate.compare import asked_differently, compare, scores, sign_test
 from lt2_platform.storage import Storage
 
 
@@ -107,6 +107,15 @@ def test_all_items_count_before_a_quick_look_and_a_later_checkpoint_before_both(
     write(tmp_path / "run" / "whole", {0: 1, 1: 0})  # written again: still of an earlier checkpoint
     (row,) = compare(a, str(tmp_path / "run"))
     assert (row["n"], row["b"]) == (2, 0)
+
+
+def test_tasks_asked_in_several_ways_are_compared_like_with_like_only():
+    plain, chat, llama3 = (("gsm8k" + way, "acc") for way in ("", "+chat", "+llama3"))
+    assert asked_differently([plain], [chat]) == [(plain, chat)]
+    assert asked_differently([plain], [plain]) == []
+    assert asked_differently([plain, llama3], [chat]) == []
+    assert asked_differently([plain], [chat, llama3]) == []
+    assert asked_differently([plain], [("gsm8k+chat", "other")]) == []
 
 
 def test_one_task_at_several_depths_is_not_compared_by_the_last_of_them(tmp_path):
