@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lt2.config import ConfigError, MixerConfig
+from lt2.distill import student as student_module
 from lt2.distill.select import best_layers, uniform_layers
 from lt2.distill.student import convert, start_from, student_config
 from tests.lt2 import tiny
@@ -73,6 +74,21 @@ def test_what_does_not_fit_stays_as_initialised(kind):
         assert torch.equal(part, other) == (name in copied)
         if name in copied:
             assert torch.equal(part, getattr(attention, f"{name}_proj").weight.float())
+
+
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        ({"type": "gdn"}, set()),
+        ({"type": "gla"}, {"random q_proj, k_proj"}),
+        ({"type": "gdn", "expand_v": 2.0}, {"random v_proj, o_proj"}),
+    ],
+)
+def test_what_begins_at_random_is_said(mixer, said, monkeypatch):
+    found = []
+    monkeypatch.setattr(student_module, "announce", lambda *message: found.append(message[2]))
+    convert(teacher(), MixerConfig.read(mixer))
+    assert set(found) == said
 
 
 def test_latent_attention_can_be_a_teacher_whose_queries_do_not_fit():
