@@ -1,13 +1,12 @@
-"""Student's t-tests, for means of few values: without scipy, which LT2 does not bring."""
+"""Student's t-tests, for means of few values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-import numpy as np
+from scipy.special import stdtr
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)
 _SAME = 1e-12  # of the mean: a spread below it is the sums' rounding
 
 
@@ -38,10 +37,5 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def two_sided(t: float, degrees: float) -> float:
-    """Both tails of Student's distribution beyond t >= 0, to six digits."""
-    # With t = sqrt(degrees) tan(angle) its density is a power of cos.
-    low = math.atan(t / math.sqrt(degrees))
-    half = (math.pi / 2 - low) / 2
-    tail = half * float(_WEIGHTS @ np.cos(low + half * (_NODES + 1)) ** (degrees - 1))
-    scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
-    return min(1.0, 2 * math.exp(scale) / math.sqrt(math.pi) * tail)
+    """Both tails of Student's distribution beyond t >= 0."""
+    return 2 * float(stdtr(degrees, -t))
