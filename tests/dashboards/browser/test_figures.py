@@ -57,7 +57,7 @@ def test_a_column_of_different_kinds_keeps_the_digits_of_each(browser, tmp_path)
     with visiting(browser, tmp_path / "store") as (page, address):
         page.goto(f"{address}/runs/one")
         page.locator(".panel.wide tbody tr").nth(1).wait_for()
-        assert page.locator(".panel.wide tbody td.num").all_inner_texts() == ["1044.1", "0.6667"]
+        assert page.locator(".panel.wide tbody td.num").all_inner_texts() == ["1044.13", "0.666667"]
         brief = "import('/static/format.js').then(({ brief }) => %s.map(brief))"
         texts = ["0.0025986667263121865", "-0.1234567891", "0.001", "1:4", "1e-06", "gdn", "64"]
         assert page.evaluate(brief % texts) == ["0.00259867", "-0.123457", "0.001", "1:4", "1e-06", "gdn", "64"]
