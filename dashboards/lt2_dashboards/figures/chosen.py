@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lt2.config import ConfigError
 from lt2_dashboards.queries import Snapshot, Source
-from lt2_dashboards.runs_table import MAX_QUERY, matching, unusable
+from lt2_dashboards.runs_table import matching, unusable
+from lt2_platform.results.store import RunInfo
+from lt2_platform.results.tables import objective_of
 
 MAX_RUNS = 1_000
 # What runs are ranked by unless another result is asked for: the first of these that half of them have. Training losses
@@ -30,8 +32,6 @@ class Chosen:
 
 def choose(source: Source, q: str, metric: str) -> Chosen:
     """The runs that match `q` by `metric`, or by one of RESULTS for "". Raises ConfigError for a bad filter."""
-    if len(q) > MAX_QUERY:
-        raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
     snapshot, now = source.snapshot(), source.clock()
     asked = (metric,) if metric else RESULTS
     found = {name: matching(snapshot, now=now, q=q, metric=name, limit=MAX_RUNS) for name in asked}
@@ -56,6 +56,12 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
     if "/" not in metric and (still := _unfinished(snapshot, names)):
         notes.append(f"Of {still} {'run' if still == 1 else 'runs'} that did not end, it is the last value logged.")
     return Chosen(metric, runs, varying, notes, refused)
+
+
+def mixed_losses(runs: Iterable[RunInfo]) -> list[str]:
+    """The note on a drawing of training losses that are not one quantity; none where they are."""
+    kinds = sorted({objective_of(run.config) for run in runs})
+    return [f"Losses of different objectives ({', '.join(kinds)}) are not one quantity."] if len(kinds) > 1 else []
 
 
 def _settings(snapshot: Snapshot, runs: list[str], key: str, missing: str) -> list[str]:

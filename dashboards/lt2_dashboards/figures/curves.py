@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lt2_dashboards.figures.across import NAMES, X, across
+from lt2_dashboards.figures.chosen import mixed_losses
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.seed_means import ON_ANY, by_seed, mean_lines
 from lt2_dashboards.figures.store import known_runs
 from lt2_dashboards.queries import Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo
-from lt2_platform.results.tables import objective_of, unit_of
+from lt2_platform.results.tables import unit_of
 
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
@@ -102,9 +103,8 @@ def curves(
     top = None if full or log or "loss" not in metric else _top(series)
     if top is not None:
         notes.append(START_CUT)
-    objectives = sorted({objective_of(run.config) for run in known.values()})
-    if metric == "loss" and len(objectives) > 1:
-        notes.append(f"Losses of different objectives ({', '.join(objectives)}) are not one quantity.")
+    if metric == "loss":
+        notes += mixed_losses(known.values())
     title = (
         "Training loss"
         if metric == "loss" and not all(unit_of(metric, run.config) for run in known.values())

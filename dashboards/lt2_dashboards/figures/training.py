@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lt2_dashboards.figures.chosen import mixed_losses
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.paper import RMS_GROWTH, STABILITY
 from lt2_dashboards.figures.series import Panel, line, panels
@@ -16,7 +17,7 @@ from lt2_dashboards.figures.store import Architecture, architecture, known_runs,
 from lt2_dashboards.queries import Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo
-from lt2_platform.results.tables import objective_of, unit_of
+from lt2_platform.results.tables import unit_of
 
 MAX_LINES = 12
 POINTS = 600  # per line
@@ -70,8 +71,7 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
         f"Spikes: points of the stored curve whose norm is beyond {SPIKE:g} times the median of the {WINDOW} before. "
         "Paper: Section 3.5, figures without printed numbers."
     ]
-    if len(kinds := sorted({objective_of(run.config) for run, _ in chosen})) > 1:
-        notes.append(f"Losses of different objectives ({', '.join(kinds)}) are not one quantity.")
+    notes += mixed_losses(run for run, _ in chosen)
     produce = "" if chosen else "python scripts/stability.py --storage ROOT"
     return Figure("Stability by mixer", option, columns, lambda: rows, notes, produce=produce)
 
