@@ -26,7 +26,8 @@ from lt2.config import ModelConfig
 from lt2.model import build
 from lt2.train.loop import Batch, NonFiniteLossError, TrainConfig, TrainState, train
 from lt2.train.loss import next_token_objective
-from lt2.train.optim import adamw, warmup_cosine
+from lt2.train.optim import adamw
+from lt2.train.schedules import learning_rate
 
 ROOT = Path(__file__).parents[1]
 MIXERS: dict[str, dict[str, Any]] = {
@@ -92,7 +93,7 @@ def train_one(mixer: str, text: torch.Tensor, *, lr: float, steps: int) -> dict[
     """One run: its loss and gradient-norm curves, and what they say."""
     model = build(ModelConfig.model_validate(architecture(mixer)), seed=0)
     config = TrainConfig(steps=steps, global_batch_size=BATCH, lr=lr, warmup_steps=max(1, steps // 15), log_every=1)
-    schedule = warmup_cosine(lr=lr, steps=steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio)
+    schedule = learning_rate(lr=lr, steps=steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio)
     optimizer = adamw(model, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
     curves = Curves()
     started, diverged = time.perf_counter(), False

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 8 scripts/train_torchrun.py --config pretrain.json --data DATASET --out RUN_FOLDER
 
 The config is JSON {"model": …, "train": …} (lt2_platform.train.config.PretrainConfig); docs/training.md has one.
-The same command resumes; SIGTERM and Ctrl-C save first. --start-from begins with the weights of another run.
+The same command resumes; SIGTERM and Ctrl-C save first. --start-from begins with the weights of another run,
+--continue-from goes on from one with its optimizer, step and place in the data.
 
 With --teacher it is a stage of distillation, and the config {"mixer": …, "kept": …, "train": …}
 (lt2_platform.distill.run.DistillRun): the student begins as --student, or as the teacher itself. At the end rank 0
@@ -50,7 +51,11 @@ def planned(arguments: argparse.Namespace) -> tuple[PretrainConfig, Sources]:
             raise ConfigError(f"{arguments.config}: train.objective {config.train.objective.type} needs a --teacher")
         if arguments.start_from is not None:
             check_tokenizer(read_info(resolve(arguments.start_from)).tokenizer, arguments.data, arguments.start_from)
-        return config, Sources(start=arguments.start_from)
+        if arguments.start_from is not None and arguments.continue_from is not None:
+            raise ConfigError("give --start-from (another run's weights) or --continue-from (all of it), not both")
+        return config, Sources(start=arguments.start_from, continue_from=arguments.continue_from)
+    if arguments.continue_from is not None:
+        raise ConfigError("--continue-from is for pretraining; a stage of distillation begins with its --student")
     if arguments.start_from is not None:
         raise ConfigError("--start-from with --teacher: what a stage of distillation begins with is its --student")
     stage = DistillRun.model_validate_json(text)
@@ -68,6 +73,9 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="run folder, local or s3://")
     parser.add_argument(
         "--start-from", help="run or checkpoint whose weights it begins with, of a model of the same sizes"
+    )
+    parser.add_argument(
+        "--continue-from", help="run or checkpoint to go on from with everything, to train.steps of the config"
     )
     parser.add_argument("--teacher", help="run or checkpoint to distil from")
     parser.add_argument("--student", help="run or checkpoint of an earlier stage (default: the teacher)")

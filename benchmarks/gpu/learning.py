@@ -23,7 +23,8 @@ from lt2.config import ModelConfig
 from lt2.model import build
 from lt2.train.loop import Batch, TrainConfig, TrainState, train
 from lt2.train.loss import next_token_objective
-from lt2.train.optim import adamw, warmup_cosine
+from lt2.train.optim import adamw
+from lt2.train.schedules import learning_rate
 from lt2_platform.evaluate import state_recall_programs as recall
 from lt2_platform.evaluate.config import StateRecallConfig
 
@@ -71,7 +72,7 @@ def language(name: str, n_loops: int, until: float, dry_run: bool) -> dict[str, 
     model = build(config, device=device())
     optimizer = adamw(model, lr=1e-3)
     batches = windows(data[:split], batch, length, seed=1)
-    schedule = warmup_cosine(lr=1e-3, steps=steps, warmup_steps=1 if dry_run else 30)
+    schedule = learning_rate(lr=1e-3, steps=steps, warmup_steps=1 if dry_run else 30)
     state, curve = TrainState(), {}
     while state.step < steps and (not curve or time.time() < until):
         settings = TrainConfig(steps=state.step + every, global_batch_size=batch, lr=1e-3, log_every=every)

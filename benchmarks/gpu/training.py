@@ -24,8 +24,9 @@ from lt2.memory import plan_memory
 from lt2.ops import gated_delta_rule
 from lt2.train.loop import Batch, TrainConfig, TrainState, train
 from lt2.train.loss import next_token_objective
-from lt2.train.optim import adamw, warmup_cosine
+from lt2.train.optim import adamw
 from lt2.train.parallel import shard, wrap_blocks
+from lt2.train.schedules import learning_rate
 
 NOMINAL_FLOPS = 989e12
 PEERS = ("full", "gdn", "kda", "full+gdn")
@@ -69,7 +70,7 @@ def ours(config: ModelConfig, batch: int, length: int, *, recompute: bool, compi
     clock = StepClock()
     train(
         model, next_token_objective(), random_batches(config.vocab_size, batch, length), optimizer,
-        warmup_cosine(lr=1e-4, steps=steps), train_config, TrainState(), [clock], sharding=sharding,
+        learning_rate(lr=1e-4, steps=steps), train_config, TrainState(), [clock], sharding=sharding,
     )  # fmt: skip
     settings = TrainConfig(steps=steps, global_batch_size=batch, activation_checkpoint=recompute)
     plan = plan_memory(config, settings, length, device_type=device().type, sharded=sharding is not None)

@@ -10,9 +10,13 @@ from lt2.config import Config, ConfigError, ModelConfig
 from lt2.layout import schedules
 from lt2.mixer_configs import DSAConfig
 from lt2.train.objectives import AnyObjective, NextTokenConfig
+from lt2.train.schedules import AnySchedule, CosineSchedule, WSDSchedule
 
 Recompute = Literal["none", "selective", "block", "loop"]
 """What backward computes again, from most memory to least; see `lt2.train.parallel.wrap_blocks`."""
+
+SEEDS = frozenset({"seed", "init_seed"})
+"""Settings in which runs may differ that repeat each other."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -33,6 +37,7 @@ class TrainConfig(Config):
     lr: float = Field(default=3e-4, gt=0)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0)
+    schedule: AnySchedule = CosineSchedule()
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_all: bool = False
@@ -85,6 +90,11 @@ class TrainConfig(Config):
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} leaves no step of {self.steps} at the full lr; "
                 "lower it, or raise steps"
+            )
+        if isinstance(self.schedule, WSDSchedule) and self.warmup_steps + self.schedule.decay_steps > self.steps:
+            raise ValueError(
+                f"schedule: warmup_steps {self.warmup_steps} and decay_steps {self.schedule.decay_steps} are more than "
+                f"{self.steps} steps; lower one, or raise steps"
             )
         if self.compile and self.activation_checkpoint == "selective":
             raise ValueError(

@@ -23,8 +23,9 @@ from lt2.train.batch import Batch, TrainState
 from lt2.train.config import TrainConfig
 from lt2.train.guard import Guard, News, NonFiniteLossError, find_origin
 from lt2.train.loss import Objective
-from lt2.train.optim import Schedule, set_lr
+from lt2.train.optim import set_lr
 from lt2.train.parallel import Sharding
+from lt2.train.schedules import Schedule
 
 __all__ = [
     "SAVE",

@@ -1,10 +1,8 @@
-"""AdamW with the usual exemptions from weight decay, and the learning-rate schedule as a pure function."""
+"""AdamW with the usual exemptions from weight decay."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import nn
@@ -12,8 +10,6 @@ from torch.distributed.tensor import DTensor
 
 # Decaying these pulls gates and time constants towards values that mean nothing (A_log = 0 is a decay of e^-1).
 NO_DECAY_NAMES = frozenset({"A_log", "dt_bias", "rho"})
-
-Schedule = Callable[[int], float]
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -65,21 +61,6 @@ def adamw(
     groups = param_groups(model.named_parameters(), weight_decay=weight_decay, decay_all=decay_all, lr_scale=lr_scale)
     fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
-
-
-def warmup_cosine(*, lr: float, steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.1) -> Schedule:
-    """step -> learning rate: linear from lr/warmup to lr, then cosine to min_lr_ratio·lr at the last step.
-
-    A pure function of the step (0-based), so a resumed run needs nothing but its step number.
-    """
-    return partial(_warmup_cosine, lr=lr, steps=steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
-
-
-def _warmup_cosine(step: int, *, lr: float, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
-    return lr * (min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

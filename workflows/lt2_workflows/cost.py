@@ -27,12 +27,13 @@ PURPOSES = {
 
 @dataclass(frozen=True)
 class Training:
-    """A training run before it starts. teacher: whom a stage of distillation asks."""
+    """A training run before it starts. teacher: whom a stage of distillation asks. done: steps it goes on from."""
 
     model: ModelConfig
     train: TrainConfig
     seq_len: int
     teacher: ModelConfig | None = None
+    done: int = 0
 
     def memory(self, *, workers: int, **changes: Any) -> Memory:
         """Its plan, with other settings of `train` where asked."""
@@ -105,7 +106,7 @@ def _by_policy(plans: dict[Recompute, Memory], run: Training, hardware: Hardware
     for name, memory in plans.items():
         flops = flops_per_token(run, name)
         speed = hardware.count * PEAK_FLOPS[card] * hardware.utilisation / flops
-        tokens = run.train.steps * run.train.global_batch_size * run.seq_len
+        tokens = (run.train.steps - run.done) * run.train.global_batch_size * run.seq_len
         rows.append(
             {
                 "recomputation": name + (" (this run)" if name == run.train.recompute else ""),

@@ -82,11 +82,11 @@ def planned_training(config: StepConfig, context: StepContext) -> Training | Non
     from lt2_workflows.cost import Training
     from lt2_workflows.steps.distill import DistillStep, planned_stage
     from lt2_workflows.steps.prepare import dataset_facts
-    from lt2_workflows.steps.pretrain import PretrainStep, planned_model
+    from lt2_workflows.steps.pretrain import PretrainStep, first_step, planned_model
 
     if isinstance(config, PretrainStep):
         model, seq_len = planned_model(config, context)
-        return Training(model, config.train, seq_len)
+        return Training(model, config.train, seq_len, done=first_step(config, context))
     if not isinstance(config, DistillStep):
         return None
     model, teacher = planned_stage(config, context)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from lt2.train.config import SEEDS
 from lt2_dashboards.figures.store import Evaluated
 from lt2_platform.results.store import differences
 from lt2_platform.results.tables import as_text, flatten
 
-SEEDS = {"seed", "init_seed"}
 VARIED = {"layout", "ffn_hidden"}
 MAX_SETTINGS = 3  # that a label names
 Known = tuple[Evaluated, str, float]  # a run, its place in the ablation, its quality

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lt2.train.config import SEEDS
 from lt2_dashboards.figures.chosen import choose
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.repeats import SEEDS
 from lt2_dashboards.figures.series import points, whiskers
 from lt2_dashboards.figures.sweep import MAX_AXES, settings_of, short_names
 from lt2_dashboards.queries import Snapshot, Source

@@ -62,11 +62,13 @@ def check_workers(train: TrainConfig, num_workers: int, min_workers: int | None 
 class Sources:
     """Other models that training needs, as runs or checkpoints (paths or URIs).
 
-    start: what the weights are at step 0 (lt2.distill.student.start_from); teacher: whom the objective asks;
+    start: what the weights are at step 0 (lt2.distill.student.start_from); continue_from: whose weights, moments,
+    random state, step and place in the data the run begins with; teacher: whom the objective asks;
     topk: a folder of the teacher's stored top-k (lt2_platform.distill.topk), which then comes with every batch.
     """
 
     start: str | None = None
+    continue_from: str | None = None
     teacher: str | None = None
     topk: str | None = None
 

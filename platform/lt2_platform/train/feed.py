@@ -42,11 +42,19 @@ class Feed:
         return self.dataset
 
     def batches(
-        self, state: TrainState, out: str, skip: Collection[int], *, prefetch: int, reader: Reader | None
+        self,
+        state: TrainState,
+        found: str | None,
+        out: str,
+        skip: Collection[int],
+        *,
+        prefetch: int,
+        reader: Reader | None,
     ) -> Any:
         """A generator of batches from state.position; closing it ends what reads ahead.
 
-        out: the run's folder; reader: reads packed shards instead of this process.
+        found: the checkpoint that `state` is of; out: the run's folder; reader: reads packed shards instead of this
+        process.
         """
         config, dataset = self.config, self.dataset
         common: dict[str, Any] = {
@@ -57,9 +65,9 @@ class Feed:
             "seed": config.seed,
         }
         if isinstance(dataset, LiveDataset):
-            storage, path = Storage(out), f"checkpoints/step-{state.step:08d}/{CURSORS}"
-            cursors = storage.read_bytes(path) if state.position and storage.exists(path) else None
-            deep = {"prefetch": max(prefetch, DEPTH), "quarantine": storage.join("quarantine")}
+            place = Storage(found) if found is not None else None
+            cursors = place.read_bytes(CURSORS) if place is not None and place.exists(CURSORS) else None
+            deep = {"prefetch": max(prefetch, DEPTH), "quarantine": Storage(out).join("quarantine")}
             return dataset.batches(**common, **deep, cursors=cursors)
         if reader is None:
             return dataset.batches(**common, prefetch=prefetch)

@@ -22,6 +22,7 @@ from lt2_platform.distill.teacher import identity
 from lt2_platform.results.store import check_name, differences
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.matching import check_continues, lineage
 from lt2_platform.train.config import PretrainConfig, Sources, check_workers, resolve_model
 from lt2_platform.train.worker import WorkerSpec
 
@@ -58,6 +59,9 @@ def open_run(
         raise ConfigError(f"profile_steps {list(profile_steps)}: give the first and the last step, counted from 1")
     check_workers(config.train, num_workers, min_workers)
     storage = Storage(out)
+    if sources is not None and sources.continue_from is not None:
+        before = checkpoint.read_info(checkpoint.resolve(sources.continue_from))
+        check_continues(before, model, config.train, manifest["tokenizer"], manifest.get("fingerprint"))
     places = {name: absolute(place) for name, place in asdict(sources or Sources()).items() if place is not None}
     identities = {name: identity(place) for name, place in places.items()}
     storage.check_writable()
@@ -82,7 +86,7 @@ def open_run(
         sources=places,
         evaluate_every=evaluate_every,
         profile_steps=profile_steps,
-        info=_with_data(info or {}, manifest),
+        info=_with_origin(info or {}, manifest, {name: place for name, place in places.items() if name != "topk"}),
     )
 
 
@@ -101,16 +105,19 @@ def close_run(spec: WorkerSpec, result: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_data(info: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+def _with_origin(info: dict[str, Any], manifest: dict[str, Any], models: dict[str, str]) -> dict[str, Any]:
     """`info` of a run for the results store, with what it reads: runs on other data are no repeats of each other.
 
+    Nor are runs that begin with or learn from other `models`, places of checkpoints by what they are to it.
     Where the data came from is provenance: the same text may lie in several places.
     """
     data = {"tokenizer": manifest["tokenizer"].get("name"), "seq_len": manifest.get("seq_len")}
     if fingerprint := manifest.get("fingerprint"):
         data["fingerprint"] = fingerprint[:12]
     source = (manifest.get("config") or {}).get("source")
-    return {**info, "source": source, "config": {"data": data, **info.get("config", {})}}
+    found = {name: lineage(checkpoint.read_info(checkpoint.resolve(place))) for name, place in models.items()}
+    sources = {"sources": found} if found else {}
+    return {**info, "source": source, "config": {"data": data, **sources, **info.get("config", {})}}
 
 
 def _as_of_now(record: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from lt2.model import LoopedLM, build
 from lt2.ops.dispatch import startup_problems
 from lt2.train import parallel
 from lt2.train.loop import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
-from lt2.train.optim import adamw, freeze, warmup_cosine
+from lt2.train.optim import adamw, freeze
+from lt2.train.schedules import learning_rate
 from lt2_platform.data.stream import read_ahead
 from lt2_platform.distill.teacher import load_teacher
 from lt2_platform.distill.topk import StoredTopK
@@ -34,6 +35,7 @@ from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train import ranks
 from lt2_platform.train.callbacks import Evaluator, Logger
 from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.matching import check_matches
 from lt2_platform.train.checkpoints.saving import SaveCost, Saver
 from lt2_platform.train.config import Sources, check_workers
 from lt2_platform.train.evaluation_records import wanted
@@ -125,7 +127,8 @@ def _train(
     tokenizer = dataset.manifest["tokenizer"]
     device = _device()
     sources, folder = Sources(**spec.sources), Storage(spec.out).join("checkpoints")
-    start = None if checkpoint.complete(folder) else sources.start
+    own = bool(checkpoint.complete(folder))
+    start = None if own else sources.start
     keep = _keeps_gathered(model_config, config, device, dataset.seq_len, sources.teacher)
     model, sharding = _build_model(model_config, config, device, dataset.seq_len, keep=keep, start=start)
     teacher = None if sources.teacher is None else load_teacher(sources.teacher, config, device, keep=keep)
@@ -139,9 +142,9 @@ def _train(
     )
     torch.manual_seed(config.seed + 1 + rank)  # ranks draw different numbers from here on; a checkpoint replaces this
 
-    state = _resume(folder, model, optimizer, model_config, tokenizer)
+    state, found = _resume(folder, None if own else sources.continue_from, model, optimizer, model_config, tokenizer)
     batches: Any = feed.batches(
-        state, spec.out, skip, prefetch=spec.prefetch if sources.topk is None else 0, reader=reader
+        state, found, spec.out, skip, prefetch=spec.prefetch if sources.topk is None else 0, reader=reader
     )
     if sources.topk is not None:
         stored = StoredTopK(sources.topk, feed.packed(), document_mask=config.document_mask)
@@ -154,6 +157,8 @@ def _train(
         config,
         tokenizer,
         _tokenizer_files(spec.data),
+        dataset.manifest.get("fingerprint"),
+        spec.info.get("config", {}).get("sources", {}),
         report,
         validation_losses=lambda: evaluator.last,
         flush=logger.writer.flush if logger else lambda: None,
@@ -162,8 +167,12 @@ def _train(
     )
     observer = Observer.build(model, config, dataset.seq_len, device)
     ours = [each for each in (observer, SaveCost(saver), logger, evaluator, saver) if each is not None]
-    schedule = warmup_cosine(
-        lr=config.lr, steps=config.steps, warmup_steps=config.warmup_steps, min_lr_ratio=config.min_lr_ratio
+    schedule = learning_rate(
+        config.schedule,
+        lr=config.lr,
+        steps=config.steps,
+        warmup_steps=config.warmup_steps,
+        min_lr_ratio=config.min_lr_ratio,
     )
     objective = config.objective.build(config, teacher)
     data = map(Batch.from_numpy, batches)
@@ -231,20 +240,23 @@ def _keeps_gathered(
 
 def _resume(
     folder: str,
+    before: str | None,
     model: LoopedLM,
     optimizer: torch.optim.Optimizer,
     config: ModelConfig,
     tokenizer: dict[str, Any],
-) -> TrainState:
+) -> tuple[TrainState, str | None]:
+    """Where training stands, and the checkpoint that says so: the newest of ours, else of the run that ours goes on
+    from, `before`, else none."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         checkpoint.clean(folder)
-    found = checkpoint.latest(folder)
+    found = checkpoint.latest(folder) or (before and checkpoint.intact(before))
     if found is None:
-        return TrainState()
-    checkpoint.check_matches(checkpoint.read_info(found), config, tokenizer)
+        return TrainState(), None
+    check_matches(checkpoint.read_info(found), config, tokenizer)
     state = checkpoint.load(found, model, optimizer)
     log.info("resuming %s at step %d", found, state.step)
-    return state
+    return state, found
 
 
 def _tokenizer_files(data: str) -> dict[str, bytes]:

@@ -15,7 +15,8 @@ from lt2.train import parallel
 from lt2.train.config import check_model
 from lt2.train.loop import SAVE, Batch, NonFiniteLossError, TrainConfig, TrainState, train
 from lt2.train.loss import IGNORE, next_token_objective
-from lt2.train.optim import adamw, warmup_cosine
+from lt2.train.optim import adamw
+from lt2.train.schedules import learning_rate
 from tests.lt2 import tiny
 from tests.lt2.looped_toy import toy
 from tests.ranks import run_ranks
@@ -66,7 +67,7 @@ def run(
 ):
     model = model if model is not None else toy(**toy_options)
     optimizer = optimizer or adamw(model, lr=config.lr)
-    schedule = warmup_cosine(lr=config.lr, steps=CONFIG.steps, warmup_steps=config.warmup_steps)
+    schedule = learning_rate(lr=config.lr, steps=CONFIG.steps, warmup_steps=config.warmup_steps)
     recorder = Recorder()
     state = state or TrainState()
     objective = next_token_objective(z_loss=config.z_loss)

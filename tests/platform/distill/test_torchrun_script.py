@@ -95,6 +95,9 @@ def test_data_without_two_held_out_rows_is_refused_before_the_training(root, scr
         (STAGE_ONE, ["--teacher", "teacher", "--score-sequences=0"], "--score-sequences 0: give 1 or more"),
         ({"train": TRAIN}, ["--teacher", "teacher"], "give align (stage 1) or distill (stages 2 and 3)"),
         (PRETRAIN, ["--start-from", "nothing"], "nothing"),
+        (PRETRAIN, ["--start-from", "teacher", "--continue-from", "teacher"], "give --start-from"),
+        (PRETRAIN, ["--continue-from", "teacher"], "has 6 steps already; raise train.steps"),
+        (STAGE_ONE, ["--teacher", "teacher", "--continue-from", "teacher"], "--continue-from is for pretraining"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_before_anything_is_written(

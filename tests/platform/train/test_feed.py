@@ -12,6 +12,7 @@ from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.train import worker
+from lt2_platform.train.config import Sources
 from tests.platform.data.conftest import no_ray  # noqa: F401
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
 from tests.ranks import run_ranks
@@ -63,6 +64,10 @@ def test_a_resume_goes_on_exactly_also_with_another_number_of_ranks(root):
     run_ranks(part, 2, str(root), "two", timeout_s=400)
     worker.run(open_run(root, config(), "two"))
     assert losses(root, "two") == pytest.approx(expected, rel=1e-4)  # two ranks add in another order
+
+    branch = Sources(continue_from=str(root / "whole/checkpoints/step-00000004"))
+    worker.run(open_run(root, config(), "branch", sources=branch))
+    assert losses(root, "branch") == {step: expected[step] for step in range(5, STEPS + 1)}
 
     (root / "corpus.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=r"the corpus has changed since it was listed: .* bytes instead of"):

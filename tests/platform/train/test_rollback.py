@@ -14,7 +14,8 @@ from lt2.train import parallel
 from lt2.train.guard import _local
 from lt2.train.loop import Batch, NonFiniteLossError, TrainState, train
 from lt2.train.loss import next_token_objective
-from lt2.train.optim import adamw, param_groups, warmup_cosine
+from lt2.train.optim import adamw, param_groups
+from lt2.train.schedules import learning_rate
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -186,7 +187,7 @@ def diverge(model, objective=None, log_every=100, optimizer=None, sharding=None)
     tokens[0, 0] = 0  # the embedding row that is spoiled
     config = train_config(steps=50, global_batch_size=2, log_every=log_every)
     batches = (Batch(tokens=tokens.clone()) for _ in range(3))
-    schedule = warmup_cosine(lr=1e-3, steps=50)
+    schedule = learning_rate(lr=1e-3, steps=50)
     objective, optimizer = objective or next_token_objective(), optimizer or adamw(model, lr=1e-3)
     with pytest.raises(NonFiniteLossError) as raised:
         train(model, objective, batches, optimizer, schedule, config, TrainState(), sharding=sharding)

@@ -26,10 +26,9 @@ def pretrain_config(**train) -> PretrainConfig:
     return PretrainConfig.model_validate({"model": MODEL, "train": train_config(**fields).model_dump()})
 
 
-def open_run(root: Path, config: PretrainConfig, name="run"):
-    return run_folder.open_run(
-        config, data=str(root / "data"), out=str(root / name), run_id=name, storage_root=str(root), num_workers=1
-    )
+def open_run(root: Path, config: PretrainConfig, name="run", **options):
+    where = {"out": str(root / name), "run_id": name, "storage_root": str(root), "num_workers": 1}
+    return run_folder.open_run(config, data=str(root / "data"), **where, **options)
 
 
 def losses(root, run_id="run"):

@@ -6,7 +6,7 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2.distill.logits import loop_weights
-from lt2.train.optim import warmup_cosine
+from lt2.train.schedules import learning_rate
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.results.store import ResultsStore
@@ -255,5 +255,5 @@ def test_stage_3_begins_with_the_loop_weights_that_stage_2_ends_with(recipe):
     weights = lambda train, step: loop_weights(train.objective, 4, step, train.steps)  # noqa: E731
     assert weights(third, 0) == weights(second, second.steps - 1) == (0, 0, 0, 1)
     assert weights(third, third.steps // 4) == (0.25,) * 4
-    rate = warmup_cosine(**{key: getattr(third, key) for key in ("lr", "steps", "warmup_steps", "min_lr_ratio")})
+    rate = learning_rate(**{key: getattr(third, key) for key in ("lr", "steps", "warmup_steps", "min_lr_ratio")})
     assert {rate(step) for step in range(third.steps)} == {third.lr}  # constant, as the paper has it

@@ -23,6 +23,7 @@ from lt2_platform.train.config import (
 from lt2_workflows.console import amount
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
+from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Resources, StepConfig, step_type
 from lt2_workflows.steps.prepare import dataset_facts
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
@@ -59,6 +60,8 @@ class PretrainStep(StepConfig):
 
     start: the run or checkpoint whose weights it begins with, of a model of the same sizes (its optimizer, schedule and
     data begin anew): to go on with longer rows, say, or on other text. None: fresh weights.
+    continue_from: the run or checkpoint it goes on from with everything, optimizer, step, random state and place in the
+    data included, to train.steps; the learning rate is what this step's schedule says at each step.
     """
 
     produces: ClassVar[str] = "checkpoint"
@@ -67,12 +70,15 @@ class PretrainStep(StepConfig):
     resources: TrainResources = TrainResources()
     data: DatasetRef | str
     start: CheckpointRef | str | None = None
+    continue_from: CheckpointRef | str | None = None
     model: PretrainModel
     train: TrainConfig
 
     @model_validator(mode="after")
     def _check(self) -> PretrainStep:
         check_model(self.model, self.train)
+        if self.start is not None and self.continue_from is not None:
+            raise ValueError("give start (another run's weights) or continue_from (all of it), not both")
         if self.train.objective.needs_teacher:
             raise ValueError(
                 f"train.objective {self.train.objective.type!r} asks a teacher; give it to a step of type 'distill'"
@@ -87,19 +93,42 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
 
     model, seq_len = planned_model(config, context)
     cost = summarize(model, seq_len)
-    tokens = config.train.steps * config.train.global_batch_size * seq_len
-    where = config.start.step if isinstance(config.start, CheckpointRef) else config.start
-    beginning = "" if where is None else f", from the weights of {where}"
+    first = first_step(config, context)
+    tokens = (config.train.steps - first) * config.train.global_batch_size * seq_len
+    beginning = ""
+    if config.start is not None:
+        beginning = f", from the weights of {_named(config.start)}"
+    elif config.continue_from is not None:
+        beginning = f", after step {first:,} of {_named(config.continue_from)}"
     mixing = ""
     if isinstance(model.layout, HybridLayout):
         mixing = f", {model.layout.attention.type} in {realised_ratio(model.layout.ratio, model.n_layers)}"
     return (
         f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled)"
         f"{mixing}, "
-        f"{config.train.steps:,} steps, {amount(tokens)} tokens, "
+        f"{config.train.steps - first:,} steps, {amount(tokens)} tokens, "
         f"{amount(tokens * cost['training_flops_per_token'])} FLOPs, "
         f"cache {amount(cost['cache_bytes_per_sequence']).replace('B', 'G')}B per sequence of {seq_len:,}" + beginning
     )
+
+
+def _named(place: CheckpointRef | str) -> str:
+    return place.step if isinstance(place, CheckpointRef) else place
+
+
+def first_step(config: PretrainStep, context: StepContext) -> int:
+    """Steps that are made already where it goes on; 0 for a checkpoint that is not there yet."""
+    if isinstance(config.continue_from, CheckpointRef):
+        before = context.workflow.configs[config.continue_from.step]
+        return before.train.steps if isinstance(before, PretrainStep) else 0
+    if config.continue_from is None:
+        return 0
+    from lt2_platform.train.checkpoints.checkpoint import CheckpointError, read_info, resolve
+
+    try:
+        return read_info(resolve(config.continue_from)).state.step
+    except CheckpointError:  # a plan may be made before its inputs are
+        return 0
 
 
 def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConfig, int]:
@@ -109,9 +138,11 @@ def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConf
 
 
 def check_fit(config: PretrainStep, context: StepContext) -> None:
-    """Raise ConfigError where the model does not go with the data's tokenizer and rows, or the weights of `start`."""
+    """Raise ConfigError where the model does not go with the data's tokenizer and rows, or what it begins with."""
     facts = dataset_facts(config.data, context, vocab_size=None)
     model = resolve_model(config.model, facts, "the data")
+    if config.continue_from is not None:
+        _check_continues(config.continue_from, config, model, facts, context)
     if config.start is None:
         return
     import torch
@@ -134,6 +165,35 @@ def check_fit(config: PretrainStep, context: StepContext) -> None:
         raise ConfigError(f"start: {error}") from error
 
 
+def _check_continues(
+    place: CheckpointRef | str, config: PretrainStep, model: ModelConfig, facts: dict[str, Any], context: StepContext
+) -> None:
+    from lt2.train.batch import TrainState
+    from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo, read_info, resolve
+    from lt2_platform.train.checkpoints.matching import check_continues
+
+    data = facts.get("fingerprint")
+    step = context.workflow.steps[place.step] if isinstance(place, CheckpointRef) else None
+    if step is None or read_done(context.storage, step) is not None:
+        info = read_info(resolve(context.path(place)))
+    elif isinstance(step.config, PretrainStep):  # as it will be; which data that is, is told by where it lies
+        theirs, data = dataset_facts(step.config.data, context, vocab_size=None), context.path(config.data)
+        info = CheckpointInfo(
+            uri=f"step {step.name}",
+            model=resolve_model(step.config.model, theirs, "the data"),
+            tokenizer=theirs["tokenizer"],
+            train=step.config.train.model_dump(mode="json"),
+            state=TrainState(step=step.config.train.steps),
+            data=context.path(step.config.data),
+        )
+    else:
+        return
+    try:
+        check_continues(info, model, config.train, facts["tokenizer"], data)
+    except ConfigError as error:
+        raise ConfigError(f"continue_from: {error}") from error
+
+
 @step_type(PretrainStep, describe=describe_pretrain, fits=check_fit)
 def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.trainer.pretrain returns it."""
@@ -142,13 +202,14 @@ def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     from lt2_platform.train.trainer import pretrain
 
     data, start = context.path(config.data), None
+    before = None if config.continue_from is None else context.path(config.continue_from)
     if config.start is not None:
         start = context.path(config.start)
         check_tokenizer(read_info(resolve(start)).tokenizer, data, start)
     summary = pretrain(
         PretrainConfig(model=config.model, train=config.train),
         data=data,
-        sources=Sources(start=start),
+        sources=Sources(start=start, continue_from=before),
         **train_options(config.resources, context),
     )
     # A result must mean the same when the storage has been moved: no full paths in it.

@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class CheckpointInfo:
     tokenizer: dict[str, Any]
     train: dict[str, Any]
     state: TrainState
+    data: str | None = None  # the dataset's fingerprint; None: of a version of LT2 that did not note it
+    sources: Mapping[str, str] = field(default_factory=dict)  # `lineage` of what it began with or learned from
 
 
 def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, **options: Any) -> str:
@@ -73,6 +75,8 @@ def write(
     tokenizer: dict[str, Any],
     tokenizer_files: Mapping[str, bytes] | None = None,
     train: dict[str, Any] | None = None,
+    data: str | None = None,
+    sources: Mapping[str, str] | None = None,
     keep: Keep | int = 2,
     validation_loss: float | None = None,
     pinned: Callable[[], set[str]] = set,
@@ -85,7 +89,8 @@ def write(
     Raises StorageRefusedError on every rank when storage does not take it. Whatever is raised, nothing incomplete is
     left behind if that is possible.
 
-    tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint.
+    tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint; data and
+    sources are as of CheckpointInfo.
     """
     storage, name = Storage(folder), f"step-{state.step:08d}"
     info = {
@@ -93,6 +98,8 @@ def write(
         "model": config.model_dump(mode="json"),
         "tokenizer": tokenizer,
         "train": train or {},
+        "data": data,
+        "sources": dict(sources or {}),
         "state": asdict(state),
         "validation_loss": validation_loss,
         "world_size": world_size(),
@@ -160,13 +167,28 @@ def latest(folder: str) -> str | None:
     storage = Storage(folder)
     names = from_rank_zero(complete(folder))  # every rank must walk the same listing
     for name in reversed(names):
-        problems = [p for part in gather(damage(storage.join(name), rank(), world_size())) for p in part]
-        if not problems:
+        if not (problems := _damage(storage.join(name))):
             return storage.join(name)
         log.error("checkpoint %s is damaged and skipped: %s", storage.join(name), "; ".join(problems))
     if names:
         raise CheckpointError(f"{folder}: all checkpoints are damaged ({', '.join(names)}); delete them to start over")
     return None
+
+
+def intact(uri: str) -> str:
+    """`resolve` for all ranks, each of which reads a share of the files. Raises CheckpointError for a damaged one.
+
+    Collective.
+    """
+    found = from_rank_zero(resolve(uri))
+    if problems := _damage(found):
+        raise CheckpointError(f"{found}: damaged checkpoint ({'; '.join(problems)}); use another")
+    return found
+
+
+def _damage(uri: str) -> list[str]:
+    """`damage`, each rank reading its share. Collective."""
+    return [problem for part in gather(damage(uri, rank(), world_size())) for problem in part]
 
 
 def damage(uri: str, part: int = 0, parts: int = 1) -> list[str]:
@@ -232,7 +254,8 @@ def read_info(uri: str) -> CheckpointInfo:
             f"{uri}: checkpoint schema {info.get('schema_version')!r}; this LT2 reads schema {SCHEMA_VERSION}"
         )
     model = ModelConfig.model_validate(info["model"])
-    return CheckpointInfo(storage.root, model, info["tokenizer"], info["train"], TrainState(**info["state"]))
+    state, made_from = TrainState(**info["state"]), (info.get("data"), info.get("sources", {}))
+    return CheckpointInfo(storage.root, model, info["tokenizer"], info["train"], state, *made_from)
 
 
 def resolve(uri: str) -> str:
@@ -278,24 +301,6 @@ def _intact(uri: str) -> str:
     else:  # beside a checkpoint that was named there may be others; a run of which none is intact must be made again
         advice = "use another" if newest == Storage(uri).root else remaking(uri, "use another run")
     raise CheckpointError(f"{newest}: damaged checkpoint ({'; '.join(problems)}); {advice}")
-
-
-def check_matches(info: CheckpointInfo, config: ModelConfig, tokenizer: dict[str, Any]) -> None:
-    """Raise CheckpointError unless `info` holds this very model and tokenizer."""
-    theirs, ours = info.model, config
-    if theirs.vocab_size != ours.vocab_size:
-        raise CheckpointError(
-            f"{info.uri}: vocabulary of {theirs.vocab_size}, the model here has {ours.vocab_size}; "
-            "use the tokenizer the checkpoint was trained with, or another output folder"
-        )
-    if theirs != ours:
-        fields = [name for name in type(ours).model_fields if getattr(theirs, name) != getattr(ours, name)]
-        raise CheckpointError(f"{info.uri}: model differs in {', '.join(fields)}; use another output folder")
-    if info.tokenizer.get("sha256") != tokenizer.get("sha256"):
-        raise CheckpointError(
-            f"{info.uri}: trained with tokenizer {info.tokenizer.get('name')!r}, the data was made with "
-            f"{tokenizer.get('name')!r} of another content; prepare the data again or use another output folder"
-        )
 
 
 def load(uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:

@@ -47,6 +47,8 @@ class Saver:
     config: TrainConfig
     tokenizer: dict[str, Any]
     tokenizer_files: dict[str, bytes]
+    data: str | None
+    sources: dict[str, str]
     report: Callable[[dict[str, Any]], None] | None
     validation_losses: Callable[[], dict[int, float]]
     flush: Callable[[], None]
@@ -152,6 +154,8 @@ class Saver:
             tokenizer=self.tokenizer,
             tokenizer_files=self.tokenizer_files | self.data_files(state),
             train=self.config.model_dump(mode="json"),
+            data=self.data,
+            sources=self.sources,
             keep=Keep.of_run(self.config),
             validation_loss=self.validation_losses().get(state.step),
             pinned=self.pinned,

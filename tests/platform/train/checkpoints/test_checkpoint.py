@@ -17,7 +17,7 @@ from lt2.train.loss import next_token_objective
 from lt2.train.optim import adamw
 from lt2_platform.fence import FENCE
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import checkpoint, matching
 from lt2_platform.train.checkpoints.shards import save_shards
 from tests.platform.train.packed import TOKENIZER, model_config
 from tests.ranks import run_ranks
@@ -230,13 +230,13 @@ def test_a_finished_run_without_an_intact_checkpoint_names_the_folder_to_remove(
 def test_another_model_or_tokenizer_is_refused(tmp_path):
     model, optimizer = trained()
     info = checkpoint.read_info(save(tmp_path, model, optimizer))
-    checkpoint.check_matches(info, model_config(), TOKENIZER)
+    matching.check_matches(info, model_config(), TOKENIZER)
     with pytest.raises(checkpoint.CheckpointError, match="vocabulary of 23, the model here has 24"):
-        checkpoint.check_matches(info, model_config(vocab_size=24), TOKENIZER)
+        matching.check_matches(info, model_config(vocab_size=24), TOKENIZER)
     with pytest.raises(checkpoint.CheckpointError, match="model differs in n_loops, norm_eps"):
-        checkpoint.check_matches(info, model_config(n_loops=3, norm_eps=1e-5), TOKENIZER)
+        matching.check_matches(info, model_config(n_loops=3, norm_eps=1e-5), TOKENIZER)
     with pytest.raises(checkpoint.CheckpointError, match="prepare the data again"):
-        checkpoint.check_matches(info, model_config(), TOKENIZER | {"sha256": "1" * 64})
+        matching.check_matches(info, model_config(), TOKENIZER | {"sha256": "1" * 64})
 
 
 def test_a_newer_schema_is_refused_by_name(tmp_path):

@@ -1,0 +1,74 @@
+"""Which training a checkpoint is of, and whether a run may go on from it: its own, or another run's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from lt2.config import ModelConfig
+from lt2.train.config import SEEDS, TrainConfig
+from lt2_platform.train.checkpoints.checkpoint import CheckpointError, CheckpointInfo
+
+
+def lineage(info: CheckpointInfo) -> str:
+    """12 hex digits that checkpoints share which differ in their seeds only, and in those of what they come from."""
+    record = {
+        "model": info.model.model_dump(mode="json"),
+        "train": {key: value for key, value in info.train.items() if key not in SEEDS},
+        "step": info.state.step,
+        "tokenizer": info.tokenizer.get("sha256"),
+        "data": info.data,
+        "sources": dict(info.sources),
+    }
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_matches(
+    info: CheckpointInfo,
+    config: ModelConfig,
+    tokenizer: dict[str, Any],
+    advice: str = "use another output folder",
+) -> None:
+    """Raise CheckpointError unless `info` holds this very model and tokenizer."""
+    theirs, ours = info.model, config
+    if theirs.vocab_size != ours.vocab_size:
+        raise CheckpointError(
+            f"{info.uri}: vocabulary of {theirs.vocab_size}, the model here has {ours.vocab_size}; "
+            f"use the tokenizer the checkpoint was trained with, or {advice}"
+        )
+    if theirs != ours:
+        fields = [name for name in type(ours).model_fields if getattr(theirs, name) != getattr(ours, name)]
+        raise CheckpointError(f"{info.uri}: model differs in {', '.join(fields)}; {advice}")
+    if info.tokenizer.get("sha256") != tokenizer.get("sha256"):
+        raise CheckpointError(
+            f"{info.uri}: trained with tokenizer {info.tokenizer.get('name')!r}, the data was made with "
+            f"{tokenizer.get('name')!r} of another content; prepare the data again or {advice}"
+        )
+
+
+def check_continues(
+    info: CheckpointInfo,
+    config: ModelConfig,
+    train: TrainConfig,
+    tokenizer: dict[str, Any],
+    data: str | None,
+) -> None:
+    """Raise CheckpointError unless another run may go on from `info`: with its moments, at its place in its data.
+
+    data: the fingerprint of the dataset to train on; None where it is not known yet.
+    """
+    advice = "`start` begins with its weights alone"
+    if not info.train:
+        raise CheckpointError(f"{info.uri} was not trained here and holds weights only; {advice}")
+    check_matches(info, config, tokenizer, advice)
+    if info.state.step >= train.steps:
+        raise CheckpointError(f"{info.uri} has {info.state.step:,} steps already; raise train.steps beyond that")
+    if None not in (data, info.data) and info.data != data:
+        raise CheckpointError(f"{info.uri} was trained on another dataset, in which its place is; {advice}")
+    for field, theirs, ours in (
+        ("seed", info.train.get("seed"), train.seed),
+        ("objective", (info.train.get("objective") or {}).get("type"), train.objective.type),
+    ):
+        if theirs != ours:
+            raise CheckpointError(f"{info.uri} was trained with train.{field} {theirs!r}; set that, or {advice}")

@@ -1,0 +1,120 @@
+"""Runs that go on from another run: with its moments, random state and place in the data."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt2.config import ConfigError
+from lt2.train.loop import STOP, PreemptedError
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_platform.train import worker
+from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.matching import check_continues, lineage
+from lt2_platform.train.config import Sources
+from tests.platform.train.packed import TOKENIZER, checkpoints, model_config, train_config, write_dataset
+from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
+
+COOL = {"type": "wsd", "decay_steps": 3}
+
+
+def trunk(root: Path, **train):
+    """Four steps at a constant rate."""
+    worker.run(open_run(root, pretrain_config(steps=4, schedule={"type": "constant"}, **train), "trunk"))
+
+
+def branch(root: Path, place="trunk", name="branch", **train):
+    sources = Sources(continue_from=str(root / place))
+    return open_run(root, pretrain_config(steps=7, schedule=COOL, **train), name, sources=sources)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("continue")
+    write_dataset(root / "data")
+    trunk(root)
+    worker.run(open_run(root, pretrain_config(steps=7, schedule=COOL), "whole"))
+    summary = worker.run(branch(root))
+    assert (summary["step"], summary["position"]) == (7, 56)
+    return root
+
+
+def same_end(root, name):
+    expected = {step: loss for step, loss in losses(root, "whole").items() if step > 4}
+    assert losses(root, name) == expected
+    for key, value in weights(root / "whole").items():
+        assert torch.equal(weights(root / name)[key], value), key
+
+
+def test_a_branch_ends_as_the_run_that_never_stopped(root):
+    same_end(root, "branch")
+    assert checkpoints(root / "trunk") == ["step-00000002", "step-00000004"]  # it is only read
+
+
+def test_an_interrupted_branch_goes_on_from_its_own_checkpoint(root):
+    asked = []
+    with pytest.raises(PreemptedError):
+        worker.run(branch(root, name="stopped"), stop=lambda: asked.append(1) or STOP * (len(asked) == 2))
+    assert checkpoints(root / "stopped") == ["step-00000006"]
+    worker.run(branch(root, name="stopped"))
+    same_end(root, "stopped")
+
+
+def test_a_damaged_trunk_is_refused(root, tmp_path):
+    shutil.copytree(root / "trunk/checkpoints/step-00000004", tmp_path / "step-00000004")
+    (shard,) = (tmp_path / "step-00000004").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(checkpoint.CheckpointError, match="damaged checkpoint"):
+        worker.run(branch(root, place=tmp_path / "step-00000004", name="from-damaged"))
+    assert checkpoints(root / "from-damaged") == []
+
+
+def test_what_cannot_go_on_is_refused_before_anything_is_written(root):
+    with pytest.raises(ConfigError, match=r"step-00000004 was trained with train.seed 5; set that, or `start` begins"):
+        branch(root, name="other", seed=6)
+    assert not (root / "other").exists()
+
+
+def test_repeats_come_from_repeats(root, tmp_path):
+    config = ResultsStore(Storage(str(root))).run("branch").config
+    info = checkpoint.read_info(checkpoint.resolve(str(root / "trunk")))
+    assert config["sources"] == {"continue_from": lineage(info)}
+    assert checkpoint.read_info(checkpoint.resolve(str(root / "branch"))).sources == config["sources"]
+    assert "sources" not in ResultsStore(Storage(str(root))).run("trunk").config
+
+    reseeded = replace(info, train=info.train | {"seed": 6, "init_seed": 7}, uri="elsewhere")
+    assert lineage(reseeded) == lineage(info)
+    others = [
+        replace(info, train=info.train | {"lr": 1.0}),
+        replace(info, state=replace(info.state, step=3)),
+        replace(info, data="e" * 64),
+        replace(info, model=model_config(n_loops=3)),
+        replace(info, sources={"start": "0" * 12}),
+    ]
+    assert len({lineage(each) for each in [info, *others]}) == 1 + len(others)
+
+
+def test_what_a_checkpoint_can_be_gone_on_from(root):
+    info = checkpoint.read_info(str(root / "trunk/checkpoints/step-00000004"))
+    assert info.data == "f" * 64
+
+    def told(found=info, model=None, data="f" * 64, **train):
+        with pytest.raises(checkpoint.CheckpointError) as error:
+            check_continues(found, model_config() if model is None else model, train_config(**train), TOKENIZER, data)
+        return str(error.value)
+
+    check_continues(info, model_config(), train_config(steps=5), TOKENIZER, "f" * 64)
+    check_continues(info, model_config(), train_config(steps=5), TOKENIZER, None)
+    check_continues(replace(info, data=None), model_config(), train_config(), TOKENIZER, "f" * 64)
+    assert "has 4 steps already; raise train.steps" in told(steps=4)
+    assert "was trained on another dataset" in told(data="e" * 64)
+    assert "model differs in rope_theta; `start` begins with its weights alone" in told(
+        model=model_config(rope_theta=5e5)
+    )
+    assert "holds weights only" in told(replace(info, train={}))
+    other = json.loads(json.dumps(info.train)) | {"objective": {"type": "exit_gate"}}
+    assert "was trained with train.objective 'exit_gate'" in told(replace(info, train=other))
