@@ -59,7 +59,8 @@ def pack(tmp_path):
 
 
 def run(checkpoint, pack, out, **fields):
-    config = HarnessConfig(pack=pack, max_length=320, **{"tasks": ("arc_easy", "copa", "nq_open", "mine"), **fields})
+    usual = {"tasks": ("arc_easy", "copa", "nq_open", "mine"), "max_length": 320}
+    config = HarnessConfig.model_validate({"pack": pack, **usual, **fields})
     return evaluate_checkpoint(checkpoint, [config], data=None, out=str(out)).rows
 
 
@@ -187,6 +188,13 @@ def test_suite_rows_come_with_errors_hashes_and_cost(tmp_path, pack):
     assert row["value"] == hits / 6
     samples = Storage(str(tmp_path / "out")).read_bytes("harness/loops-2/samples/arc_easy.jsonl").decode().splitlines()
     assert sum(json.loads(line)["scores"]["acc"] for line in samples) == hits
+
+
+def test_a_window_without_room_for_an_answer_is_refused_before_any_task(tmp_path, pack):
+    checkpoint = save(tmp_path / "run", model())
+    with pytest.raises(ConfigError, match="nq_open: 256 tokens are to be generated in a window of 256; give a max_"):
+        run(checkpoint, pack, tmp_path / "out", max_length=256)
+    assert not list((tmp_path / "out").glob("**/samples"))
 
 
 def test_no_bars_of_lm_eval_among_ours(tmp_path, pack, capfd):

@@ -131,6 +131,15 @@ class HarnessLM(TemplateLM):
         scores = self.score([pair for windows in texts for pair in windows])
         return [sum(scores[pair][0] for pair in windows) for windows in texts]
 
+    def prompt_room(self, new_tokens: int) -> int:
+        """Tokens that a prompt may have before so many new ones. Raises ConfigError where the window has none left."""
+        if new_tokens >= self.max_length:
+            raise ConfigError(
+                f"{new_tokens} tokens are to be generated in a window of {self.max_length}; give a max_length above "
+                "that, or leave the task out"
+            )
+        return self.max_length - new_tokens
+
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         groups: dict[tuple[int, tuple[str, ...]], list[tuple[int, ...]]] = {}
         asked = []
@@ -139,12 +148,7 @@ class HarnessLM(TemplateLM):
             if self.chat is not None:
                 settings = settings[0], (*settings[1], *self.chat.until)
             prompt = self.tok_encode(context) or [self.prefix_token_id]
-            room = self.max_length - settings[0]
-            if room < 1:
-                raise ConfigError(
-                    f"{settings[0]} tokens are to be generated in a window of {self.max_length}; give a max_length "
-                    "above that, or leave the task out"
-                )
+            room = self.prompt_room(settings[0])
             if len(prompt) > room:
                 self.problem("context_cut", context)
             asked.append((settings, tuple(prompt[-room:])))
@@ -162,6 +166,18 @@ class HarnessLM(TemplateLM):
             for prompt, text in zip(work.prompts, part)
         }
         return [texts[item] for item in asked]
+
+
+def check_window(lm: HarnessLM, name: str, task: Any) -> None:
+    """Raise ConfigError, with the task's name, where the window has no room for its answers."""
+    if task.OUTPUT_TYPE != "generate_until":
+        return
+    requests = task.construct_requests(doc=next(iter(task.eval_docs)), ctx="")
+    _, options = (requests[0] if isinstance(requests, list) else requests).args
+    try:
+        lm.prompt_room(generation_settings(options)[0])
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def generation_settings(options: dict[str, Any]) -> tuple[int, tuple[str, ...]]:

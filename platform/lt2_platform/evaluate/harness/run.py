@@ -72,7 +72,7 @@ def evaluate(
     conversations, is a task of another name (arc_easy+3-shot, gsm8k+chat); rows of the latter say by which `chat`
     template.
     """
-    from lt2_platform.evaluate.harness.lm import HarnessLM
+    from lt2_platform.evaluate.harness.lm import HarnessLM, check_window
 
     names = suite_tasks(config.suite, config.tasks)
     records = packs.require(config.pack, names)
@@ -87,8 +87,8 @@ def evaluate(
     chat = chat_of(config, source, tokenizer)
     votes = looped.layout.votes if looped is not None and isinstance(looped.layout, RandomLayout) else 1
     dispatcher = Dispatcher(source, out, actors=actors, scorer=scorer, cpus=config.cpus_per_actor, looped=looped)
-    rows = []
-    for name, record in records.items():
+    asked = {}
+    for name, record in records.items():  # all, before the first is asked: what is refused must not come after hours
         definition = define(name, record, config, tokenizer, chat)
         if votes > 1:
             decided_by_vote(definition.task, votes)
@@ -99,6 +99,10 @@ def evaluate(
             made_for = 0 if definition.length is None else definition.length + framing(config, chat, tokenizer)
             window = max(window, made_for)
         lm = HarnessLM(dispatcher, tokenizer, max_length=window, batch_size=config.batch_size, progress=say, chat=chat)
+        check_window(lm, name, definition.task)
+        asked[name] = lm, definition
+    rows = []
+    for name, (lm, definition) in asked.items():
         dispatcher.tally = Tally()
         found = run_task(lm, name, definition, config, out)
         spent = cost(looped, dispatcher.tally.loops, dispatcher.tally.positions) if looped is not None else {}
