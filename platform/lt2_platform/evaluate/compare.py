@@ -22,10 +22,14 @@ Key = tuple[str, str]  # task and metric
 
 
 class Answer(NamedTuple):
-    """What an item was scored, and the hash of what was asked: the item with its examples, or as it was cut."""
+    """What an item was scored, and the hash of what was asked: the item with its examples, or as it was cut.
+
+    cut_to: tokens of the window that did not hold all of it; 0 where it was whole, None where nothing tells.
+    """
 
     score: float
     prompt: str | None
+    cut_to: int | None = None
 
 
 Answers = dict[Item, Answer]
@@ -94,6 +98,10 @@ def _notes(a: Answers, b: Answers, common: Sequence[Item]) -> Iterator[str]:
     prompts = ((a[item].prompt, b[item].prompt) for item in common)
     if differ := sum(None not in pair and pair[0] != pair[1] for pair in prompts):
         yield f"{differ:,} of the {len(common):,} in both asked by other prompts (examples, or cut elsewhere)"
+    cuts = [(a[item].cut_to, b[item].cut_to) for item in common]
+    if windows := [pair for pair in cuts if None not in pair and pair[0] != pair[1]]:
+        sides = ("whole" if not window else f"{window:,} tokens" for window in map(max, zip(*windows)))
+        yield f"{len(windows):,} of the {len(common):,} in both cut to other windows (a {next(sides)}, b {next(sides)})"
 
 
 def p_value(difference: np.ndarray, stderr: float) -> float:
@@ -149,7 +157,7 @@ def scores(folder: str, depth: str | None = None) -> dict[Key, Answers]:
         for line in read_lines(storage, path):
             for metric, value in line["scores"].items():
                 item = (line["doc_id"], line["doc_hash"])
-                answer = Answer(float(value), line.get("prompt_hash"))
+                answer = Answer(float(value), line.get("prompt_hash"), line.get("cut_to"))
                 found.setdefault((line["task"], metric), {})[item] = answer
     return found
 

@@ -126,7 +126,7 @@ def test_one_task_at_several_depths_is_not_compared_by_the_last_of_them(tmp_path
         compare(a, str(tmp_path / "b"))
     (row,) = compare(a, f"{tmp_path}/b/harness/loops-1")
     assert (row["n"], row["b"]) == (1, 1)
-    assert scores(str(tmp_path / "b"), "loops-2") == {("arc_easy", "acc"): {(0, "h0"): (0.0, None)}}
+    assert scores(str(tmp_path / "b"), "loops-2") == {("arc_easy", "acc"): {(0, "h0"): (0.0, None, None)}}
 
 
 def test_what_cannot_be_compared_is_named(tmp_path):

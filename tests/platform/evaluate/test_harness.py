@@ -9,6 +9,7 @@ from lm_eval.api.instance import Instance
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
+from lt2_platform.evaluate.compare import compare
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work, batched, cut
@@ -195,6 +196,18 @@ def test_a_window_without_room_for_an_answer_is_refused_before_any_task(tmp_path
     with pytest.raises(ConfigError, match="nq_open: 256 tokens are to be generated in a window of 256; give a max_"):
         run(checkpoint, pack, tmp_path / "out", max_length=256)
     assert not list((tmp_path / "out").glob("**/samples"))
+
+
+def test_a_comparison_says_where_windows_cut_items(tmp_path, pack):
+    checkpoint, tasks = save(tmp_path / "run", model()), ("copa", "nq_open")
+    a = run(checkpoint, pack, tmp_path / "a", tasks=tasks, max_length=51 + 256)
+    b = run(checkpoint, pack, tmp_path / "b", tasks=tasks, max_length=50 + 256)
+    assert [row["value"] for row in a + b if row["metric"] == "context_cut"] == [3]
+    notes = {row["task"]: row["note"] for row in compare(str(tmp_path / "a"), str(tmp_path / "b"))}
+    assert notes == {"copa": "", "nq_open": "3 of the 4 in both cut to other windows (a whole, b 306 tokens)"}
+    run(checkpoint, pack, tmp_path / "c", tasks=("copa",), max_length=30)
+    (row,) = compare(str(tmp_path / "c"), str(tmp_path / "b"))
+    assert row["note"] == "5 of the 5 in both cut to other windows (a 30 tokens, b whole)"
 
 
 def test_no_bars_of_lm_eval_among_ours(tmp_path, pack, capfd):

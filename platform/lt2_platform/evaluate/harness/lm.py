@@ -32,6 +32,8 @@ class HarnessLM(TemplateLM):
     - "continuation_too_long": it alone exceeds the model's window; scored -inf;
     - "context_cut": context and continuation exceed the window, the context lost its beginning.
 
+    `shortened` are the contexts that the window did not hold with what follows them.
+
     With `chat`, contexts are conversations, and answers end where the template ends the assistant's turn.
     """
 
@@ -50,6 +52,7 @@ class HarnessLM(TemplateLM):
         self.max_length, self.batch_size, self.progress = max_length, batch_size, progress
         self.chat = chat
         self.problems: Counter[str] = Counter()
+        self.shortened: set[str] = set()
 
     @property
     def eot_token_id(self) -> int:
@@ -102,10 +105,12 @@ class HarnessLM(TemplateLM):
         if not continuation:
             return self.problem("empty_continuation", text)
         room = self.max_length + 1 - len(continuation)  # the last token is predicted, not read
+        if len(context) <= room:
+            return Pair(tuple(context), tuple(continuation))
+        self.shortened.add(text[0])
         if room < 1:
             return self.problem("continuation_too_long", text)
-        if len(context) > room:
-            self.problem("context_cut", text)
+        self.problem("context_cut", text)
         return Pair(tuple(context[-room:]), tuple(continuation))
 
     def problem(self, kind: str, text: Any) -> None:
@@ -150,6 +155,7 @@ class HarnessLM(TemplateLM):
             prompt = self.tok_encode(context) or [self.prefix_token_id]
             room = self.prompt_room(settings[0])
             if len(prompt) > room:
+                self.shortened.add(context)
                 self.problem("context_cut", context)
             asked.append((settings, tuple(prompt[-room:])))
             groups.setdefault(settings, []).append(asked[-1][1])

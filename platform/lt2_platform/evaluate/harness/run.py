@@ -130,7 +130,7 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
     )
     called = label(name, config, lm.chat, shots=definition.shots, usual=definition.usual_shots)
     samples = [line for lines in found["samples"].values() for line in lines]
-    items = [item_scores(sample) for sample in samples]
+    items = [item_scores(sample) | {"cut_to": window_of(sample, lm)} for sample in samples]
     text = "".join(json.dumps({"task": called, **item}) + "\n" for item in items)
     Storage(out).write_bytes(f"samples/{called}.jsonl", text.encode())
     place = {"task": called, "split": definition.split, "task_sha256": definition.sha256}
@@ -151,6 +151,11 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
 def labelled(metric: str, filter_: str) -> str:
     """A metric's name in rows and samples: with lm-eval's filter of the answers where a task has several."""
     return metric if filter_ in ("none", "remove_whitespace") else f"{metric}/{filter_}"
+
+
+def window_of(sample: Mapping[str, Any], lm: Any) -> int:
+    """Tokens of the window, where it did not hold all that the item asks (see HarnessLM.shortened); else 0."""
+    return lm.max_length if any(request[0] in lm.shortened for request in sample["arguments"]) else 0
 
 
 def item_scores(sample: Mapping[str, Any]) -> dict[str, Any]:
