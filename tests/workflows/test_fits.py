@@ -104,3 +104,24 @@ def test_a_chat_of_a_model_without_conversations(tmp_path: Path, storage: Storag
     named = made(tmp_path, tasks=[ASK | {"chat": "plain"}])
     for workflow in (named, made(tmp_path, chats[0])):
         check_inputs(workflow, storage, workflow.steps.values())
+
+
+def test_what_is_asked_while_training_needs_a_template_too(tmp_path: Path, storage: Storage):
+    tasks = [{"type": "perplexity"}, ASK | {"pack": f"{tmp_path}/pack"}]
+    record = made(
+        tmp_path,
+        tasks=tasks[:1],
+        train=TRAIN | {"checkpoint_every": 2},
+        resources={"evaluation": {"every": 2, "tasks": tasks}},
+    ).record()
+    said = "resources.evaluation.tasks.1.chat is true, and the model is not trained on conversations; name a template"
+    assert told(workflow_from_record(record, source="test"), storage).startswith(f"pretrain: {said}")
+    trained, teacher = record["steps"].pop("pretrain"), save(tmp_path / "run", model())
+    objective = {"train": trained["train"] | {"objective": {"type": "distill"}}, "teacher": teacher}
+    shared = {key: trained[key] for key in ("data", "resources")}
+    record["steps"]["student"] = {"type": "distill", **shared, **objective}
+    record["steps"]["evaluate"]["checkpoint"] = {"step": "student"}
+    assert told(workflow_from_record(record, source="test"), storage).startswith(f"student: {said}")
+    shared["resources"]["evaluation"]["every"] = 3
+    with pytest.raises(ConfigError, match="evaluation.every 3 is not a multiple of train.checkpoint_every 2"):
+        workflow_from_record(record, source="test")

@@ -108,6 +108,20 @@ def test_every_missing_input_of_every_step_is_named_at_once(tmp_path):
     assert problems(workflow, storage, [workflow.steps["fine"]]) == []  # what is done needs nothing any more
 
 
+@pytest.mark.parametrize("trains", ["train", "student"])
+def test_packs_of_what_is_evaluated_while_training_are_looked_for(tmp_path, trains):
+    record = mistaken(tmp_path).record()
+    tasks = [{"type": "perplexity"}, {"type": "harness", "tasks": ["piqa"], "pack": f"{tmp_path}/no"}]
+    record["steps"][trains]["resources"]["evaluation"] = {"every": 2, "tasks": [*tasks, tasks[1] | {"pack": ""}]}
+    record["steps"][trains]["train"]["checkpoint_every"] = 2
+    workflow = workflow_from_record(record, source="test")
+    found = problems(workflow, Storage(str(tmp_path / "s")), [workflow.steps[trains]])
+    field = f"{trains}.resources.evaluation.tasks"
+    assert f"{field}.2.pack: there is no pack to take piqa from; give one (`lt2 pack build`)" in found
+    missing = f"{tmp_path}/no is not an evaluation pack (no manifest.json); build it with `lt2 pack build`"
+    assert f"{field}.1.pack: {missing}" in found
+
+
 def test_a_plan_tells_what_is_missing_and_the_rest_all_the_same(tmp_path):
     text = describe_plan(mistaken(tmp_path), Storage(str(tmp_path / "s")))
     plan, _, missing = text.partition("\nNOT FOUND from here")

@@ -14,12 +14,19 @@ from lt2.config import AnyMixer, MixerConfig, ModelConfig
 from lt2.distill.select import uniform_layers
 from lt2.train.config import TrainConfig
 from lt2_platform.distill.run import NEW_MIXER, DistillRun, kept_layout, stage_config
-from lt2_platform.train.config import check_workers
 from lt2_workflows.console import amount
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import NotKnownYetError, Ref, StepConfig, step_type
 from lt2_workflows.steps.prepare import dataset_facts
-from lt2_workflows.steps.pretrain import PretrainStep, TrainResources, planned_model, train_options
+from lt2_workflows.steps.pretrain import (
+    PretrainStep,
+    TrainResources,
+    check_evaluation,
+    check_resources,
+    planned_model,
+    train_options,
+    training_places,
+)
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, SelectionRef, TopKRef
 from lt2_workflows.steps.select_layers import SelectLayersStep
 from lt2_workflows.steps.teacher import ImportOuroStep
@@ -54,7 +61,7 @@ class DistillStep(StepConfig):
     def _check(self) -> DistillStep:
         if self.train.objective.type == "next_token":
             raise ValueError("train.objective is next_token; give align (stage 1) or distill (stages 2 and 3)")
-        check_workers(self.train, self.resources.num_workers, self.resources.min_workers)
+        check_resources(self.resources, self.train)
         return self
 
 
@@ -135,7 +142,7 @@ def planned_student(
     return mixer or NEW_MIXER, () if kept is None else kept
 
 
-@step_type(DistillStep, describe=describe_distill)
+@step_type(DistillStep, describe=describe_distill, places=training_places, fits=check_evaluation)
 def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
     """Result: as of run_pretrain, and "kept", and the distance to the teacher on held-out text (nats/token).
 

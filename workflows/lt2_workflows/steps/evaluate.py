@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lt2.config import ConfigError
 from lt2_platform.evaluate.config import AnyTask, Depths, HarnessConfig, PerplexityConfig, ThroughputConfig
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
 from lt2_workflows.provenance import run_of_outside
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, PackRef
+from lt2_workflows.steps.task_inputs import check_templates, first_by_training, packs_of
 
 
 class EvaluateStep(StepConfig):
@@ -38,24 +37,7 @@ class EvaluateStep(StepConfig):
 
 
 def evaluate_places(config: EvaluateStep, context: StepContext) -> Iterator[Place]:
-    """The packs of tasks that lm-eval scores, each with the names it is asked for."""
-    from lt2_platform.evaluate.harness.suites import suite_tasks
-
-    for index, task in enumerate(config.tasks):
-        if not isinstance(task, HarnessConfig):
-            continue
-        pack = task.pack or config.pack or ""
-        if not isinstance(pack, Ref):
-            look = partial(_look_for_tasks, names=suite_tasks(task.suite, task.tasks))
-            yield Place(f"tasks.{index}.pack" if task.pack else "pack", pack, look)
-
-
-def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
-    from lt2_platform.evaluate.harness.packs import require
-
-    if not pack:
-        raise ConfigError(f"there is no pack to take {', '.join(names)} from; give one (`lt2 pack build`)")
-    require(pack, names)
+    yield from packs_of(config.tasks, "tasks", config.pack or "")
 
 
 def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
@@ -73,19 +55,15 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
 
 def check_fit(config: EvaluateStep, context: StepContext) -> None:
     """Raise ConfigError where a task asks by the template of a training that had none, or several."""
-    asked = [i for i, task in enumerate(config.tasks) if isinstance(task, HarnessConfig) and task.chat is True]
-    known = _trained_templates(config.checkpoint, context) if asked else None
-    if known is None or len(known) == 1:
+    first = first_by_training(config.tasks)
+    known = None if first is None else _trained_templates(config.checkpoint, context)
+    if known is None:
         return
     if isinstance(config.checkpoint, Ref):
         model = f"the model of step {config.checkpoint.step}"
     else:
         model = config.checkpoint
-    why = f"is trained on several templates ({', '.join(known)})" if known else "is not trained on conversations"
-    raise ConfigError(
-        f"tasks.{asked[0]}.chat is true, and {model} {why}; name a template (chatml, llama3 or plain) to ask it by "
-        "that, or leave chat out"
-    )
+    check_templates(f"tasks.{first}", known, model)
 
 
 def _trained_templates(checkpoint: CheckpointRef | str, context: StepContext) -> list[str] | None:

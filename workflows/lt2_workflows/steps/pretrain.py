@@ -5,7 +5,8 @@ Importing this module imports neither torch nor Ray.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,9 +25,13 @@ from lt2_workflows.console import amount
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import read_done
-from lt2_workflows.graph import Resources, StepConfig, step_type
+from lt2_workflows.graph import Place, Resources, StepConfig, step_type
 from lt2_workflows.steps.prepare import dataset_facts
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
+from lt2_workflows.steps.task_inputs import check_templates, first_by_training, packs_of
+
+if TYPE_CHECKING:
+    from lt2_workflows.steps.distill import DistillStep
 
 
 class TrainResources(Resources):
@@ -83,8 +88,30 @@ class PretrainStep(StepConfig):
             raise ValueError(
                 f"train.objective {self.train.objective.type!r} asks a teacher; give it to a step of type 'distill'"
             )
-        check_workers(self.train, self.resources.num_workers, self.resources.min_workers)
+        check_resources(self.resources, self.train)
         return self
+
+
+def check_resources(resources: TrainResources, train: TrainConfig) -> None:
+    """Raise ConfigError where a training cannot be shared among its workers, or evaluated as often as it asks."""
+    check_workers(train, resources.num_workers, resources.min_workers)
+    if resources.evaluation is not None:
+        resources.evaluation.check(train)
+
+
+def training_places(config: PretrainStep | DistillStep, context: StepContext) -> Iterator[Place]:
+    """The packs of what is evaluated while it trains."""
+    if config.resources.evaluation is not None:
+        yield from packs_of(config.resources.evaluation.tasks, "resources.evaluation.tasks")
+
+
+def check_evaluation(config: PretrainStep | DistillStep, context: StepContext) -> None:
+    """Raise ConfigError where what is evaluated while it trains asks by a template that the data does not tell."""
+    evaluation = config.resources.evaluation
+    first = None if evaluation is None else first_by_training(evaluation.tasks)
+    if first is not None:
+        known = dataset_facts(config.data, context, vocab_size=1)["tokenizer"].get("chat_templates", [])
+        check_templates(f"resources.evaluation.tasks.{first}", known, "the model")
 
 
 def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
@@ -138,7 +165,10 @@ def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConf
 
 
 def check_fit(config: PretrainStep, context: StepContext) -> None:
-    """Raise ConfigError where the model does not go with the data's tokenizer and rows, or what it begins with."""
+    """Raise ConfigError where the model does not go with the data's tokenizer and rows, with what it begins with, or
+    with what it is asked while it trains.
+    """
+    check_evaluation(config, context)
     facts = dataset_facts(config.data, context, vocab_size=None)
     model = resolve_model(config.model, facts, "the data")
     if config.continue_from is not None:
@@ -194,7 +224,7 @@ def _check_continues(
         raise ConfigError(f"continue_from: {error}") from error
 
 
-@step_type(PretrainStep, describe=describe_pretrain, fits=check_fit)
+@step_type(PretrainStep, describe=describe_pretrain, places=training_places, fits=check_fit)
 def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.trainer.pretrain returns it."""
     from lt2_platform.distill.run import check_tokenizer

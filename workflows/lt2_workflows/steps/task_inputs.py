@@ -1,0 +1,50 @@
+"""What tasks need besides the model, of an evaluate step or while training: packs, and a template to ask by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from lt2.config import ConfigError
+from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
+from lt2_workflows.graph import Place, Ref
+
+
+def packs_of(tasks: Sequence[TaskConfig], field: str, pack: Ref | str | None = None) -> Iterator[Place]:
+    """The packs of tasks that lm-eval scores, each with the names it is asked for.
+
+    field: of the step's config, what holds the tasks; pack: of those that name none, the step's own.
+    """
+    from lt2_platform.evaluate.harness.suites import suite_tasks
+
+    for index, task in enumerate(tasks):
+        if not isinstance(task, HarnessConfig):
+            continue
+        place = task.pack or pack or ""
+        if not isinstance(place, Ref):
+            look = partial(_look_for_tasks, names=suite_tasks(task.suite, task.tasks))
+            yield Place(f"{field}.{index}.pack" if task.pack or pack is None else "pack", place, look)
+
+
+def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
+    from lt2_platform.evaluate.harness.packs import require
+
+    if not pack:
+        raise ConfigError(f"there is no pack to take {', '.join(names)} from; give one (`lt2 pack build`)")
+    require(pack, names)
+
+
+def first_by_training(tasks: Sequence[TaskConfig]) -> int | None:
+    """The place of the first task that asks by the template of the model's training."""
+    return next((i for i, task in enumerate(tasks) if isinstance(task, HarnessConfig) and task.chat is True), None)
+
+
+def check_templates(field: str, known: Sequence[str], model: str) -> None:
+    """Raise ConfigError unless a training had one template; `field` is the task, `known` are the training's."""
+    if len(known) == 1:
+        return
+    why = f"is trained on several templates ({', '.join(known)})" if known else "is not trained on conversations"
+    raise ConfigError(
+        f"{field}.chat is true, and {model} {why}; name a template (chatml, llama3 or plain) to ask it by that, or "
+        "leave chat out"
+    )
