@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -14,7 +16,9 @@ from lt2_platform.evaluate.ablations import plus_minus
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
+from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.executor import run
+from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.report import (
     Section,
@@ -27,6 +31,8 @@ from lt2_workflows.report import (
     write_report,
 )
 from lt2_workflows.svg import Axis, Dots, Line, dot_chart, line_chart
+from lt2_workflows.sweeps.config import SweepStep
+from lt2_workflows.sweeps.step import write_table
 from tests.workflows.conftest import FAKE_STEPS
 
 
@@ -157,6 +163,26 @@ def test_sweep_has_the_papers_numbers_beside_ours(storage):
     }  # fmt: skip
     captions = [part.caption for part in parts if hasattr(part, "caption")]
     assert captions == ["perplexity, ours", "perplexity, paper", "average of eight tasks (%), paper"]
+
+
+def test_a_sweep_whose_trials_diverged_is_json_and_reads_as_it_did(storage):
+    sweep = SweepStep(steps=load_workflow(f"{FAKE_STEPS}:chain").record()["steps"], grid={"first.lines": (1, 2)})
+    workflow = Workflow("w", {"sweep": sweep})
+    context = StepContext(storage, workflow, workflow.steps["sweep"], lambda values: None)
+    trials = [
+        {"name": label, "group": "", "label": label, "seed": None, "state": "done", "parameters": None, "run": None,
+         "metrics": {"perplexity/perplexity": ppl}}
+        for label, ppl in (("a", 11.5), ("b", math.inf), ("c", math.nan))
+    ]  # fmt: skip
+    assert "inf" in write_table(sweep, trials, context)["text"]
+    text = storage.read_bytes(f"{workflow.steps['sweep'].folder}/out/sweep.json")
+    kept = json.loads(text, parse_constant=pytest.fail)  # told of NaN and Infinity
+    assert [trial["metrics"]["perplexity/perplexity"] for trial in kept["trials"]] == [11.5, None, None]
+    older = kept | {"trials": trials}
+    for whole in (kept, older):
+        table = next(part for part in sweep_parts(ResultsStore(storage), whole) if isinstance(part, Table))
+        assert [row[table.columns.index("PPL")] for row in table.rows][0] == "11.50"
+        assert {row[table.columns.index("PPL")] for row in table.rows[1:]} <= {"nan", "inf"}
 
 
 def test_charts():

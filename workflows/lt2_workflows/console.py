@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, TextIO
+
+from lt2_platform.json_values import finite
 
 LOG_EVERY_S = 10.0  # without a terminal, progress is one line now and then
 
@@ -123,17 +124,7 @@ def amount(value: float) -> str:
 
 def as_json(value: Any) -> str:
     """`value` for `--json`: NaN and infinities, which JSON does not have, are null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:

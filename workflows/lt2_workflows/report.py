@@ -8,6 +8,7 @@ Read from storage alone, so a report can be made of a workflow that still runs, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -225,7 +226,8 @@ def curve_parts(store: ResultsStore, runs: Mapping[str, str]) -> Iterator[Plot]:
 def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]:
     """The table of a sweep (see `sweep_step.write_table`), ours and the paper's perplexity as dots, and the curves."""
     # Not the rows it holds: older ones count trials that were stopped early among those that failed.
-    rows, with_paper = ablations.summarize(sweep["trials"], sweep["paper"]), sweep["paper"] is not None
+    trials = [trial | {"metrics": _numbers(trial["metrics"])} for trial in sweep["trials"]]
+    rows, with_paper = ablations.summarize(trials, sweep["paper"]), sweep["paper"] is not None
     labels = [" ".join((row["group"], row["label"])).strip() for row in rows]
     yield sweep["title"] + "."
     columns = ["group", "configuration", "seeds", "stopped early", "failed", "parameters"]
@@ -266,6 +268,11 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
                 yield Plot(dot_chart(labels, [Dots(who, values, errors, who == "paper")], y=unit), f"{unit}, {who}")
     runs = {trial["name"]: trial["run"] for trial in sweep["trials"] if trial["run"]}
     yield from curve_parts(store, runs)
+
+
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """A trial's metrics; JSON says null of one that is not finite."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
 def _without_empty(table: Table) -> Table:

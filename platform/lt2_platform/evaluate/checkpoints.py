@@ -17,6 +17,7 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
 from lt2_platform.evaluate.tasks import TaskContext, run_tasks
+from lt2_platform.json_values import finite
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
 
@@ -144,9 +145,9 @@ def evaluate_export(
 
 
 def write_record(out: str, found: Evaluated, place: str, tasks: Sequence[TaskConfig]) -> None:
-    """`<out>/evaluation.json`: the rows and what is needed to get them again."""
+    """`<out>/evaluation.json`: the rows and what is needed to get them again; null for what is not finite."""
     versions = {package: version_of(package) for package in ("lt2", "torch", "transformers", "lm_eval")}
     record = {"model": place, "step": found.step, "n_loops": found.n_loops, "versions": versions, "rows": found.rows}
     record["tasks"] = [task.model_dump(mode="json") for task in tasks]
     record["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    Storage(out).write_json("evaluation.json", record)
+    Storage(out).write_json("evaluation.json", finite(record))

@@ -1,5 +1,6 @@
 """Tasks through the evaluate step: shipped ones, a user's own from a file, and tables over depth."""
 
+import json
 import math
 import textwrap
 from dataclasses import replace
@@ -11,6 +12,7 @@ from lt2.analysis.accounting import forward_flops
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import PerplexityConfig, TaskConfig, ThroughputConfig
 from lt2_platform.evaluate.tasks import Spent, TaskContext, proportion, run_tasks
 from lt2_platform.evaluate.validation import perplexity
@@ -115,6 +117,11 @@ def test_the_perplexity_of_a_model_that_diverged_is_infinite_and_no_error(tmp_pa
     found = perplexity(net, PackedDataset(data, "validation"), batch_size=2)
     assert 1000 < found["loss"] < math.inf
     assert found["perplexity"] == math.inf
+    checkpoint, out = save(tmp_path / "run", net), tmp_path / "out"
+    rows = evaluate_checkpoint(checkpoint, [PerplexityConfig()], data=data, out=str(out)).rows
+    kept = json.loads((out / "evaluation.json").read_text(), parse_constant=pytest.fail)  # told of NaN and Infinity
+    assert [(row["metric"], row["value"]) for row in rows][1:] == [("perplexity", math.inf)]
+    assert [row["value"] for row in kept["rows"]] == [rows[0]["value"], None]
 
 
 def test_perplexity_at_a_depth_is_that_of_a_model_run_so_deep(tmp_path, data):

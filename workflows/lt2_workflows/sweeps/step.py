@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lt2.config import ConfigError
 from lt2_platform.cores import share
 from lt2_platform.evaluate import ablations
+from lt2_platform.json_values import finite
 from lt2_platform.storage import Storage
 from lt2_platform.train.stopping import conveyed
 from lt2_workflows.console import amount, table
@@ -209,7 +210,7 @@ def log_to_runs(records: Sequence[Mapping[str, Any]], context: StepContext) -> N
 
 
 def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepContext) -> dict[str, Any]:
-    """Write sweep.json, table.txt and table.csv; the step's result."""
+    """Write sweep.json (null for what is not finite), table.txt and table.csv; the step's result."""
     rows = ablations.summarize(records, config.paper)
     title = ablations.paper_table(config.paper).title if config.paper else context.workflow.name
     shown = [_shown(row, config.paper is not None) for row in rows]
@@ -218,7 +219,7 @@ def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepC
     text = "\n".join([f"\n{title}\n", table(shown, columns), *_notes(config), *bad, ""])
     out = f"{context.step.folder}/out"
     whole = {"title": title, "paper": config.paper, "trials": records, "rows": rows}
-    context.storage.write_json(f"{out}/sweep.json", whole)
+    context.storage.write_json(f"{out}/sweep.json", finite(whole))
     context.storage.write_bytes(f"{out}/table.txt", text.encode())
     context.storage.write_bytes(f"{out}/table.csv", ablations.as_csv(rows).encode())
     ended = {state: sum(record["state"] == state for record in records) for state in ("stopped", "failed")}
