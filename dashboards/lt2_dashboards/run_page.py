@@ -12,6 +12,7 @@ from lt2.config import ConfigError
 from lt2_dashboards.figures.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.records import Records
+from lt2_dashboards.silent import ended_unsaid
 from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
@@ -76,13 +77,14 @@ def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
     runs = known(source, snapshot, run_ids)
     # A model from elsewhere has no settings here: it is not what makes those of the others differ.
     trained = [run for run in runs if run.state != "evaluated"]
+    ended = ended_unsaid(source, snapshot, source.clock())
     differs = differences({run.run_id: run.config for run in trained})
     flat = {run.run_id: flatten(run.config) for run in runs}
     keys = sorted({key for config in flat.values() for key in config})
     varying = [key for key in keys if key in differs[trained[0].run_id]]
     metrics = sorted({metric for run in runs for metric in run.last})
     return {
-        "runs": [_head(source, run) for run in runs],
+        "runs": [_head(source, run) | ({"status": "stalled"} if run.run_id in ended else {}) for run in runs],
         "differs": [{"key": key, "values": [_shown(flat[run.run_id], key) for run in runs]} for key in varying],
         "same": {key: as_text(flat[trained[0].run_id].get(key)) for key in keys if key not in varying},
         "metrics": [{"key": metric, "values": [_value(run, metric) for run in runs]} for metric in metrics],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,10 @@ MAX_VARYING = 40  # settings offered as columns
 
 _TERM = re.compile(r"(?P<key>[^\s=<>!~]+)(?P<op>>=|<=|!=|=|<|>|~)(?P<value>\S*)")
 _ORDER = {"<": "<", ">": ">", "<=": "<=", ">=": ">="}
-_STATUS = f"CASE WHEN state = 'running' AND ? - updated > {STALE_SECONDS} THEN 'stalled' ELSE state END"
+_STATUS = (
+    f"CASE WHEN state = 'running' AND (? - updated > {STALE_SECONDS} OR list_contains(?::VARCHAR[], run)) "
+    "THEN 'stalled' ELSE state END"
+)
 
 
 @dataclass
@@ -29,6 +33,7 @@ class _Picked:
 
     snapshot: Snapshot
     now: float
+    ended: Sequence[str] = ()
     conditions: list[str] = field(default_factory=list)
     parameters: list[Any] = field(default_factory=list)
 
@@ -40,19 +45,27 @@ class _Picked:
         """Run `sql`, in which `picked` is the table of selected runs."""
         where = " AND ".join(self.conditions) or "true"
         head = f"WITH r AS (SELECT *, {_STATUS} AS status FROM runs), picked AS (SELECT * FROM r WHERE {where}) "
-        return self.snapshot.query(head + sql, [self.now, *self.parameters, *parameters])
+        return self.snapshot.query(head + sql, [self.now, list(self.ended), *self.parameters, *parameters])
 
 
 def runs_page(
-    snapshot: Snapshot, *, now: float, q: str = "", status: str = "", sort: str = "-created", page: int = 1
+    snapshot: Snapshot,
+    *,
+    now: float,
+    ended: Sequence[str] = (),
+    q: str = "",
+    status: str = "",
+    sort: str = "-created",
+    page: int = 1,
 ) -> dict[str, Any]:
     """One page of the runs that match `q` and `status` (a comma list), with the settings and metrics they differ in.
 
     `q` is words (parts of the name of the run or its workflow, or of its note) and conditions such as `lr>1e-3`,
-    `ratio=1:4`, `loss<3`, `type~gdn`. `sort` is a column, with '-' in front for descending. Raises ConfigError for what
-    cannot be understood.
+    `ratio=1:4`, `loss<3`, `type~gdn`. `sort` is a column, with '-' in front for descending. `ended` are runs
+    known to be over that have not said so (see `silent.ended_unsaid`). Raises ConfigError for what cannot be
+    understood.
     """
-    picked = _pick(snapshot, now, q)
+    picked = _pick(snapshot, now, q, ended)
     counts = dict(picked.query("SELECT status, count(*) FROM picked GROUP BY status"))
     if wanted := [name for name in status.split(",") if name in STATUSES]:
         picked.add(f"status IN ({', '.join('?' * len(wanted))})", *wanted)
@@ -110,10 +123,10 @@ def unusable(snapshot: Snapshot, *, now: float, q: str, metric: str) -> list[str
     return [run for (run,) in picked.query("SELECT run FROM picked ORDER BY created DESC, run")]
 
 
-def _pick(snapshot: Snapshot, now: float, q: str) -> _Picked:
+def _pick(snapshot: Snapshot, now: float, q: str, ended: Sequence[str] = ()) -> _Picked:
     if len(q) > MAX_QUERY:
         raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
-    picked = _Picked(snapshot, now)
+    picked = _Picked(snapshot, now, ended)
     for term in q.split():
         match = _TERM.fullmatch(term)
         if match is None:

@@ -12,6 +12,7 @@ from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
 from lt2_platform.results.index import compact
 from lt2_platform.results.store import ResultsStore
+from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
 
 from .conftest import Clock, add_run, attempt, body
@@ -82,6 +83,24 @@ def test_a_run_says_what_its_newest_attempt_says(store, client):
     assert found["status"] == "running"
     assert (found["attempt"]["state"], found["attempt"]["attempt"]) == ("interrupted", 2)
     assert found["attempt"]["error"] == "interrupted at step 5"
+
+
+def test_a_run_whose_attempt_has_ended_is_live_for_a_minute_at_most(store, client):
+    now = time.time()
+    for run, silent in (("lost", 90), ("cut", 90), ("busy", 90), ("fresh", 30), ("other", 90)):
+        add_run(store, run, start=now - silent - 5, steps=5, end=None)
+    attempt(store.storage, "lost", 1, "running", now - 100, beat=now - 90, holder=this_process())
+    attempt(store.storage, "cut", 1, "interrupted", now - 100)
+    attempt(store.storage, "busy", 1, "interrupted", now - 200)
+    attempt(store.storage, "busy", 2, "running", now - 100, beat=now)
+    attempt(store.storage, "fresh", 1, "interrupted", now - 100)
+    page = body(client.get("/api/runs"))
+    states = {"lost": "stalled", "cut": "stalled", "busy": "running", "fresh": "running", "other": "running"}
+    assert {row["run"]: row["status"] for row in page["rows"]} == states
+    assert page["counts"] == {"stalled": 2, "running": 3}
+    assert {row["run"] for row in body(client.get("/api/runs?status=stalled"))["rows"]} == {"lost", "cut"}
+    found = body(client.get("/api/compare", params={"runs": ",".join(states)}))
+    assert {run["run"]: run["status"] for run in found["runs"]} == states
 
 
 def test_what_remains_is_reckoned_from_the_last_steps(store, client):
