@@ -116,6 +116,16 @@ def matching(
     return [(run, value) for run, value in runs], _varying(picked, picked.query("SELECT count(*) FROM picked")[0][0])
 
 
+def how_many(snapshot: Snapshot, *, now: float, q: str, metrics: Sequence[str]) -> dict[str, int]:
+    """By each of `metrics` how many of the runs that match `q` have a finite value of it."""
+    found = _pick(snapshot, now, q).query(
+        "SELECT metric, count(DISTINCT run) FROM picked JOIN numbers USING (run) "
+        "WHERE list_contains(?, metric) AND isfinite(value) GROUP BY metric",
+        list(metrics),
+    )
+    return dict.fromkeys(metrics, 0) | dict(found)
+
+
 def unusable(snapshot: Snapshot, *, now: float, q: str, metric: str) -> list[str]:
     """The runs that match `q` and have a value of `metric` that is not finite."""
     picked = _pick(snapshot, now, q)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lt2_dashboards.figures import FIGURES, draw
+from lt2_dashboards.figures import FIGURES, chosen, draw
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
@@ -53,6 +53,16 @@ def test_what_most_runs_have_of_the_comparable_results_is_shown(store):
     add(store, "also", loss=2.0, seed=1, perplexity=22.0)
     assert figure(store).title == "validation/perplexity/perplexity by configuration"
     assert figure(store, metric="loss").title == "loss by configuration"
+
+
+def test_only_the_runs_of_the_result_that_is_shown_are_looked_up(store, monkeypatch):
+    add(store, "a", loss=3.0, validation_loss=3.1, perplexity=22.0)
+    looked, plain = [], chosen.matching
+    monkeypatch.setattr(
+        chosen, "matching", lambda *args, **given: looked.append(given["metric"]) or plain(*args, **given)
+    )
+    assert [len(figure(store, metric=metric).rows) for metric in ("", "loss")] == [1, 1]
+    assert looked == ["validation/perplexity/perplexity", "loss"]
 
 
 def test_what_does_not_count_is_told(store):

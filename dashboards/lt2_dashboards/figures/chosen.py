@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lt2_dashboards.queries import Snapshot, Source
-from lt2_dashboards.runs_table import matching, unusable
+from lt2_dashboards.runs_table import how_many, matching, unusable
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import objective_of
 
@@ -33,11 +33,9 @@ class Chosen:
 def choose(source: Source, q: str, metric: str) -> Chosen:
     """The runs that match `q` by `metric`, or by one of RESULTS for "". Raises ConfigError for a bad filter."""
     snapshot, now = source.snapshot(), source.clock()
-    asked = (metric,) if metric else RESULTS
-    found = {name: matching(snapshot, now=now, q=q, metric=name, limit=MAX_RUNS) for name in asked}
-    most = max(len(runs) for runs, _ in found.values())
-    metric = next(name for name, (runs, _) in found.items() if 2 * len(runs) >= most) if most else asked[-1]
-    runs, varying = found[metric]
+    if not metric:
+        metric = _default(how_many(snapshot, now=now, q=q, metrics=RESULTS))
+    runs, varying = matching(snapshot, now=now, q=q, metric=metric, limit=MAX_RUNS)
     names = [run for run, _ in runs]
     notes, refused = [], ""
     if lost := unusable(snapshot, now=now, q=q, metric=metric):
@@ -56,6 +54,13 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
     if "/" not in metric and (still := _unfinished(snapshot, names)):
         notes.append(f"Of {still} {'run' if still == 1 else 'runs'} that did not end, it is the last value logged.")
     return Chosen(metric, runs, varying, notes, refused)
+
+
+def _default(having: Mapping[str, int]) -> str:
+    """Of RESULTS the first that half of the runs have; `having` says how many have each."""
+    seen = {name: min(having[name], MAX_RUNS) for name in RESULTS}
+    most = max(seen.values())
+    return next(name for name in RESULTS if 2 * seen[name] >= most) if most else RESULTS[-1]
 
 
 def mixed_losses(runs: Iterable[RunInfo]) -> list[str]:
