@@ -28,7 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lt2.config import ConfigError
+from lt2.config import ConfigError, ModelConfig
+from lt2.extension import SHIPPED
+from lt2.layout import schedules
 from lt2.train.config import check_recompute
 
 # A bf16 policy would round these, and a decay of exp(-exp(A_log)) amplifies the rounding over thousands of tokens.
@@ -61,26 +63,38 @@ def wrap_blocks(model: nn.Module, *, recompute: str = "none", compile: bool = Fa
     compiled function because fla's kernels break the graph, which a checkpoint inside it does not survive.
     Raises ConfigError for "loop" on a model that halts per token or has no `run_loop`.
     """
+    recomputed = partial(_recomputed, preserve_rng_state=_may_draw(model))
     for block in blocks_of(model):
         forward = block.forward
         if compile:
             forward = torch.compile(forward)
         if recompute == "selective":
-            forward = _recomputed(partial(_uncached, forward), context_fn=_selective_contexts)
+            forward = recomputed(partial(_uncached, forward), context_fn=_selective_contexts)
         elif recompute != "none":
-            forward = _recomputed(forward)
+            forward = recomputed(forward)
         block.forward = forward
     if recompute == "loop":
         if not hasattr(model, "run_loop"):
             raise ConfigError(f"{type(model).__name__} has no run_loop to recompute; use 'block' instead of 'loop'")
         config: Any = model.config
         check_recompute(config, recompute)
-        model.run_loop = _recomputed(model.run_loop)  # type: ignore[assignment]
+        model.run_loop = recomputed(model.run_loop)  # type: ignore[assignment]
 
 
 def _recomputed(function: Any, **options: Any) -> Any:
-    # Blocks draw no random numbers, so there is no generator state to save N·T times.
-    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False, **options)
+    return partial(checkpoint, function, use_reentrant=False, **options)
+
+
+def _may_draw(model: nn.Module) -> bool:
+    """Whether a block may draw random numbers, so that their generators must be put back before it runs again.
+
+    Shipped mixers draw none, which saves N·T copies of the generators' states; one of a user's own may (dropout).
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(config, ModelConfig):
+        return True
+    specs = {type(spec) for schedule in schedules(config) for row in schedule for spec in row}
+    return not all(spec.__module__.startswith(SHIPPED) for spec in specs)
 
 
 def _uncached(forward: Any, h: Tensor, *args: Any, **kwargs: Any) -> Any:

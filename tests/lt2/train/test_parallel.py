@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt2.config import ConfigError
+from lt2.mixer_configs import FullConfig
+from lt2.mixers.attention import Attention
 from lt2.train import parallel
 from lt2.train.loop import Batch
 from lt2.train.loss import next_token_objective
@@ -217,6 +220,29 @@ def test_every_policy_gives_the_same_gradients_bit_for_bit(recompute, dtype):
     grads, _ = gradients(wrapped, batches, autocast=autocast)
     assert expected.keys() == grads.keys()
     assert all(torch.equal(grads[name], value) for name, value in expected.items())
+
+
+class DroppedConfig(FullConfig):
+    module: ClassVar[str] = "Dropped"
+    weights: ClassVar[str] = "dropped"
+    type: Literal["dropped"] = "dropped"
+
+
+class Dropped(Attention):
+    def forward(self, x, spec, seq, cache):
+        y, aux = super().forward(x, spec, seq, cache)
+        return torch.dropout(y, 0.5, self.training), aux
+
+
+@pytest.mark.parametrize("recompute", ["selective", "block", "loop"])
+def test_what_a_mixer_draws_is_drawn_again(recompute):
+    plain, wrapped = (tiny.model({"type": "uniform", "mixer": DroppedConfig()}).train() for _ in range(2))
+    parallel.wrap_blocks(wrapped, recompute=recompute)
+    found = []
+    for model in (plain, wrapped):
+        torch.manual_seed(1)
+        found.append(gradients(model, [tiny.tokens(2, 9)])[0])
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
 
 
 def test_loops_cannot_be_recomputed_where_that_would_be_wrong():
