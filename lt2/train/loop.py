@@ -129,9 +129,10 @@ def train(
         window.steps += 1
         window.tokens += totals["n_tokens"]
         due = _due(state.step, config)
-        # The device is still at this step; without need the host listens to the one before only.
+        # The device is still at this step; without need the host listens to the one before only. What is logged or
+        # saved needs it: a step that is not finite was not made.
         requested = 0
-        while len(unheard) > (0 if due else 1):
+        while len(unheard) > (0 if due or requested else 1):
             made = unheard.popleft()
             heard = made.news()
             if heard.bad_step:

@@ -204,6 +204,22 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint():
         run(CONFIG.model_copy(update={"checkpoint_every": 1}), model=model)
 
 
+def test_what_asks_to_be_saved_gets_no_step_that_is_not_finite():
+    """Asked at the first step, heard in the second, which is not finite and must not count as one that was made."""
+
+    def objective(model, batch):
+        loss, n_tokens, metrics = next_token_objective()(model, batch)
+        return (loss * math.nan if batch.step == 1 else loss), n_tokens, metrics
+
+    model, recorder, state = toy(), Recorder(), TrainState()
+    with pytest.raises(NonFiniteLossError, match="step 2: loss nan"):
+        train(
+            model, objective, batches(), adamw(model, lr=1e-2), warmup_cosine(lr=1e-2, steps=5),
+            CONFIG.model_copy(update={"log_every": 5}), state, [recorder], stop=lambda: SAVE if state.step == 0 else 0,
+        )  # fmt: skip
+    assert not recorder.checkpoints
+
+
 def test_data_that_ends_early_is_named():
     with pytest.raises(ConfigError, match="the data ended at step 1 of 5"):
         run(data=iter([next(batches())]))
