@@ -27,8 +27,10 @@ _CHUNK_ELEMENTS = {"cuda": 2**27, "cpu": 2**21}
 Objective = Callable[[nn.Module, "Batch"], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(model, batch) -> (loss sum over tokens, number of tokens, metrics).
 
-Metrics are sums over tokens too: the loop adds them over micro-batches and ranks and reports the mean per token.
+Metrics are sums over tokens too: the loop adds them over micro-batches and ranks and reports the mean per token. The
+`TAKEN` names are those of what the loop adds up itself.
 """
+TAKEN = frozenset({"loss", "n_tokens", "request"})
 
 
 def rows_per_chunk(device_type: str, vocab_size: int) -> int:
@@ -210,6 +212,8 @@ def checked(name: str, objective: Any) -> Objective:
         if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[2], dict):
             raise ConfigError(f"{wanted}; it returned {_kind(returned)}")
         loss, n_tokens, metrics = returned
+        for key in sorted(TAKEN & metrics.keys()):
+            raise ConfigError(f"objective {name!r} has a metric {key!r}, which is the loop's own; call it otherwise")
         for key, value in {"the loss": loss, "the number of tokens": n_tokens, **metrics}.items():
             if not isinstance(value, Tensor) or value.shape != ():
                 raise ConfigError(f"{wanted}; {key} is {_kind(value)}")

@@ -88,6 +88,11 @@ def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):
         ("config.factor * loss,", "loss.detach(),", "the loss has no gradient"),
         (" n_tokens, metrics\n    return", " 7, metrics\n    return", "the number of tokens is a int$"),
         ("metrics\n    return", "{'mine': [1]}\n    return", "mine is a list$"),
+        (
+            "metrics\n    return",
+            "{'n_tokens': n_tokens / 2}\n    return",
+            "has a metric 'n_tokens', which is the loop's own",
+        ),
         ("    return objective", "", "must return the objective, not None"),
     ],
 )
