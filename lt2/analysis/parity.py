@@ -252,7 +252,7 @@ def trace_in_pieces(model: LoopedLM, ids: Tensor, lengths: list[int]) -> list[Te
 
 def deviation(expected: list[Tensor], got: list[Tensor]) -> float:
     """Largest absolute difference over all (loop, layer); NaN counts as infinite."""
-    worst = max(float((a - b).abs().max()) for a, b in zip(expected, got, strict=True))
+    worst = torch.stack([(a - b).abs().max() for a, b in zip(expected, got, strict=True)]).max().item()
     return float("inf") if worst != worst else worst
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from pydantic import ValidationError
 
 from lt2.analysis.check_mixer import check_mixer
-from lt2.analysis.parity import CHECKS
+from lt2.analysis.parity import CHECKS, deviation
 from lt2.config import ConfigError, ModelConfig
 from lt2.model import build
 
@@ -106,6 +109,13 @@ def source(tmp_path):
     path = tmp_path / "moving_sum.py"
     path.write_text(SOURCE)
     return path
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_nan_of_any_layer_is_seen(layer):
+    expected, got = torch.zeros(3, 2, 4, 5), torch.zeros(3, 2, 4, 5)
+    got[layer, 1, 2, 3] = math.nan
+    assert deviation(list(expected), list(got)) == math.inf
 
 
 @pytest.mark.parametrize("fault", FAULTS)

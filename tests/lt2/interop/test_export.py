@@ -112,6 +112,19 @@ def test_a_nan_never_passes():
     assert not any(c.passed for c in certificate.certify(net, LT2ForCausalLM.of(net), lengths=LENGTHS))
 
 
+@pytest.mark.parametrize("row", range(3))
+def test_a_nan_in_any_row_is_seen(monkeypatch: pytest.MonkeyPatch, row: int):
+    def spoilt(model, rows, n_loops):
+        logits = certificate.alone(model, rows, n_loops)
+        logits[row][-1, 3] = float("nan")
+        return logits
+
+    monkeypatch.setitem(certificate.CALLS, "cached", spoilt)
+    net = model(FULL)
+    checks = certificate.certify(net, LT2ForCausalLM.of(net), lengths=LENGTHS)
+    assert {check.name for check in checks if not check.passed} == {"cached"}
+
+
 def test_a_file_changed_later_is_noticed(tmp_path: Path):
     export_checkpoint(model(FULL), tmp_path / "out", lengths=LENGTHS)
     assert verify_certificate(tmp_path / "out")["schema_version"] == 1
