@@ -173,6 +173,33 @@ def test_callbacks_come_when_due_and_the_last_step_is_always_logged_and_saved():
     assert all(metrics.keys() == expected for _, metrics in recorder.steps)
 
 
+def test_times_are_those_of_steps_without_what_is_called_between(monkeypatch):
+    """Every batch takes a second to come, every step three, and every callback a hundred that count nowhere."""
+    now = [0.0]
+    monkeypatch.setattr("lt2.train.loop.time.perf_counter", lambda: now[0])
+
+    def later(value, seconds):
+        now[0] += seconds
+        return value
+
+    class Slow(Recorder):
+        def on_step(self, *args):
+            super().on_step(*later(args, 100))
+
+        def on_checkpoint(self, *args):
+            later(None, 100)
+
+    recorder, model, state = Slow(), toy(), TrainState()
+    data = (later(batch, 1) for batch in batches())
+    tokens = [int(batch.loss_mask[:, 1:].sum()) for _, batch in zip(range(5), batches())]
+    objective = lambda *args: later(next_token_objective()(*args), 3)  # noqa: E731
+    config = CONFIG.model_copy(update={"log_every": 2, "checkpoint_every": 2})
+    train(model, objective, data, adamw(model, lr=1e-2), lambda step: 1e-2, config, state, [recorder])
+    for (_, metrics), seen, steps in zip(recorder.steps[1:], [sum(tokens[2:4]), tokens[4]], [2, 1], strict=True):
+        assert metrics["tokens_per_s"] == seen / (4 * steps)
+        assert (metrics["step_time"], metrics["data_wait"], metrics["data_wait_fraction"]) == (4, 1, 0.25)
+
+
 @pytest.mark.parametrize("asked", [1, 2, 3, 4, 5])
 def test_what_asks_once_is_saved_once_whatever_else_is_due(asked):
     words = iter([SAVE if step == asked else 0 for step in range(1, 7)])
@@ -202,6 +229,17 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint():
         model.norm.weight[0] = math.nan
     with pytest.raises(NonFiniteLossError, match=r"step 1: loss nan.*lower train\.lr"):
         run(CONFIG.model_copy(update={"checkpoint_every": 1}), model=model)
+
+
+def test_skipped_batches_are_as_if_they_were_not_in_the_data():
+    skip = {G, 2 * G, 4 * G}
+    model, recorder, state = toy(), Recorder(), TrainState()
+    schedule = warmup_cosine(lr=CONFIG.lr, steps=CONFIG.steps, warmup_steps=CONFIG.warmup_steps)
+    arguments = (adamw(model, lr=1e-2), schedule, CONFIG, state, [recorder])
+    train(model, next_token_objective(), batches(), *arguments, skip=skip)
+    left = (batch for index, batch in enumerate(batches()) if index * G not in skip)
+    assert recorder.losses == run(data=left)[0].losses
+    assert state.position == (CONFIG.steps + len(skip)) * G
 
 
 def test_what_asks_to_be_saved_gets_no_step_that_is_not_finite():
