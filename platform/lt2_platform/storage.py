@@ -151,14 +151,17 @@ class Storage:
 
     @notes_root
     def list(self, path: str = "") -> list[str]:
-        """Sorted names (not paths) of the files and folders directly inside `path`; [] if there is no such folder."""
+        """Sorted names (not paths) of the files and folders directly inside `path`; [] if there is no such folder.
+
+        Hidden ones are left out: of ours they are half-written, others are left by file systems (.nfs…, .DS_Store).
+        """
         full = self.join(path)
         try:
             found = self.fs.ls(full, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         names = {name.rstrip("/").rsplit("/", 1)[-1] for name in found if name.rstrip("/") != full.removeprefix(S3)}
-        return sorted(name for name in names if not name.startswith(".tmp-"))
+        return sorted(name for name in names if not name.startswith("."))
 
     @notes_root
     def glob(self, pattern: str) -> list[str]:

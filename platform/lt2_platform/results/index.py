@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import time
 import uuid
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 MANIFESTS, TABLES, JOURNAL = "results/manifest", "results/tables", "results/journal"
 COMPACT_AFTER = 64  # entries of the journal
 KEPT_GENERATIONS = 4  # readers may still be opening the tables of the previous manifests
+_GENERATION = re.compile(r"(?:[a-z]+-)?(\d{8,})[-.]")  # in the names of tables and manifests
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,8 @@ def publish(storage: Storage, tables: Tables, generation: int, folded_evals: lis
 
 def _remove_old_generations(storage: Storage, newest: int) -> None:
     oldest_kept = newest - KEPT_GENERATIONS + 1
-    for folder, number in ((TABLES, lambda name: name.split("-")[1]), (MANIFESTS, lambda name: name.split(".")[0])):
+    for folder in (TABLES, MANIFESTS):
         for name in storage.list(folder):
-            if int(number(name)) < oldest_kept:
+            found = _GENERATION.match(name)
+            if found and int(found[1]) < oldest_kept:
                 storage.delete(f"{folder}/{name}")

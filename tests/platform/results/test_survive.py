@@ -105,6 +105,21 @@ def test_tables_of_the_last_generations_stay_for_who_is_reading_them(local):
     assert len(local.storage.list(results_index.TABLES)) == 4 * results_index.KEPT_GENERATIONS
 
 
+def test_what_file_systems_leave_in_the_folders_stops_nobody(local):
+    with local.create_run("r", {}) as writer:
+        writer.log(1, {"loss": 2.0})
+    local.log_event("r", "note", {})
+    numbered = (results_index.TABLES, results_index.MANIFESTS)
+    for folder in (*numbered, results_index.JOURNAL, "runs/r/metrics", "runs/r/events"):
+        for name in (".DS_Store", ".nfs000000000001", *(["Thumbs.db"] if folder in numbered else [])):
+            local.storage.write_bytes(f"{folder}/{name}", b"\0\1")
+    for _ in range(results_index.KEPT_GENERATIONS + 1):
+        compact(local.storage)
+    assert len(local.storage.list(results_index.TABLES)) == 4 * results_index.KEPT_GENERATIONS + 1
+    assert len(local.events("r")) == 1
+    assert (local.index().skipped, local.curves("r").skipped) == ((), ())
+
+
 def test_a_compactor_that_was_overtaken_leaves_nothing_behind(local):
     assert results_index.publish(local.storage, empty_tables(), 1, [])
     tables = local.storage.list(results_index.TABLES)
