@@ -168,6 +168,19 @@ def test_the_command_lists_verifies_and_prunes(run):
     assert invoke(folder, "--verify")[0] == 0
 
 
+def test_pruning_keeps_the_best_and_counts_no_damaged_one(tmp_path):
+    folder, storage = str(tmp_path), Storage(str(tmp_path))
+    for name in NAMES:
+        storage.write_json(f"{name}/COMPLETE", {"files": {}})
+    newest_is_damaged = [{"checkpoint": name, "problems": ["x"] * (name == NAMES[4])} for name in NAMES]
+    note_best(folder, NAMES[1], 1.0)
+    gone = inventory.prune(folder, Keep.parse("last=1,best"), verified=newest_is_damaged)
+    assert gone == [NAMES[0], NAMES[2], NAMES[4]]
+    assert checkpoint.complete(folder) == [NAMES[1], NAMES[3]]
+    storage.delete("BEST")
+    assert inventory.prune(folder, Keep.parse("last=1,best")) == [NAMES[1]]
+
+
 def test_nothing_intact_is_ever_pruned_away(tmp_path):
     Storage(str(tmp_path)).write_bytes("step-00000001/COMPLETE", b"{}")
     with pytest.raises(CheckpointError, match="no intact checkpoint; nothing is pruned"):
