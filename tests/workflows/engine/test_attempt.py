@@ -7,10 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lt2_workflows.engine.attempt import BAD_INPUT, FAILED
+import numpy as np
+import pytest
+
+from lt2_platform.storage import Storage
+from lt2_workflows.engine.attempt import BAD_INPUT, FAILED, StepContext, _work
+from lt2_workflows.graph import STEP_TYPES
+from lt2_workflows.loading import load_workflow
+from tests.workflows.conftest import FAKE_STEPS
 
 
 def attempted(root: Path, record: dict[str, Any]) -> tuple[int, list[dict[str, Any]], str]:
@@ -47,6 +55,44 @@ def test_a_recipe_that_raises_ends_with_its_traceback_not_with_an_abort(tmp_path
     assert (code, events) == (FAILED, [])
     assert "RuntimeError: broken" in errors
     assert "Fatal" not in errors
+
+
+def test_what_a_recipe_prints_while_it_is_imported_is_no_event(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("print('hello', flush=True)")
+    code, events, errors = attempted(tmp_path, {"workflow": "w", "recipe_file": str(recipe), "steps": {}})
+    assert (code, [event["event"] for event in events]) == (BAD_INPUT, ["failed"])
+    assert "hello" in errors
+
+
+def worked(root, monkeypatch, step):
+    """What `_work` makes of a step's function."""
+    workflow = load_workflow(f"{FAKE_STEPS}:chain", [])
+    monkeypatch.setitem(STEP_TYPES, "write", replace(STEP_TYPES["write"], run=step))
+    return _work(StepContext(Storage(str(root)), workflow, workflow.steps["first"], lambda values: None))
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (None, "returned None (it is no dict)"),
+        ([1], "returned [1] (it is no dict)"),
+        ({"x": np.float32(2)}, "Object of type float32 is not JSON serializable"),
+    ],
+)
+def test_a_result_that_no_record_can_hold_is_the_steps_mistake(tmp_path, monkeypatch, returned, reason):
+    code, error, _ = worked(tmp_path, monkeypatch, lambda config, context: returned)
+    assert code == BAD_INPUT
+    assert error is not None
+    assert error.startswith("step 'first' returned ")
+    assert reason in error
+    assert error.endswith("return a dict of plain values")
+
+
+def test_a_step_that_exits_has_failed(tmp_path, monkeypatch, capsys):
+    code, error, _ = worked(tmp_path, monkeypatch, lambda config, context: sys.exit(0))
+    assert (code, error) == (FAILED, "SystemExit: 0")
+    assert "sys.exit(0)" in capsys.readouterr().err  # where from
 
 
 def test_last_words_that_take_too_long_are_not_waited_for():

@@ -156,16 +156,28 @@ def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
     """(exit code, error, result) of the step's function."""
     config = context.step.config
     try:
-        return DONE, None, STEP_TYPES[config.type].run(config, context)
+        return DONE, None, _storable(STEP_TYPES[config.type].run(config, context), context.step.name)
     except KeyboardInterrupt as stop:
         return INTERRUPTED, str(stop) or "stopped by a signal", {}
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         # The boundary of user code: whatever it raises is recorded, and decides only this step's fate.
         if type(failure).__name__ == "PreemptedError":  # by name, as below
             return INTERRUPTED, str(failure), {}
         traceback.print_exc()
         code = _classify(failure)
         return code, _said(failure, code), {}
+
+
+def _storable(result: Any, step: str) -> dict[str, Any]:
+    """`result` if done.json can hold it, which others then rely on. Raises ConfigError."""
+    reason = "" if isinstance(result, dict) else "it is no dict"
+    try:
+        json.dumps(result)
+    except (TypeError, ValueError) as error:
+        reason = str(error)
+    if reason:
+        raise ConfigError(f"step {step!r} returned {result!r:.80} ({reason}); return a dict of plain values")
+    return result
 
 
 def _said(failure: BaseException, code: int) -> str:
@@ -246,6 +258,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, AT_ONCE):
         signal.signal(number, _interrupt)
     stdin, events = sys.stdin.buffer, os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what recipes and files of one's own print while they are imported is no event
     job = json.loads(stdin.readline())
     threading.Thread(target=_follow_lifeline, args=(stdin,), name="lifeline", daemon=True).start()
 
