@@ -158,6 +158,11 @@ def cloze():
     return [{"context": "a b c", "prompt": "a b", "answers": ["c"]}]
 
 
+def race(answer="A"):
+    problem = {"question": "Who?", "answer": answer, "options": ["a", "b", "c", "d"]}
+    return [{"article": "Once.", "problems": repr([problem])}]
+
+
 BAD_ROWS = {
     "mine": (choices(), {"query": "C", "choices": ["c", ""], "gold": 0}, "a choice of ['c', ''] is empty"),
     "other": (choices(), {"query": "C", "choices": ["c", "d"], "gold": 2}, "the answer 2 is none of the 2 choices"),
@@ -170,6 +175,7 @@ BAD_ROWS = {
     "swde": ([{"text": "t", "value": "v"}], {"text": "t", "value": " "}, "an answer of value ' ' is empty"),
     "piqa": (piqa(), piqa(1)[0] | {"label": 2}, "the answer 2 is none of the 2 choices"),
     "copa": (copa(), copa(1)[0] | {"choice2": ""}, "a choice of ['It was stone.', ''] is empty"),
+    "race": (race(), race("")[0], "the answer '' is none of the 4 choices"),
 }
 
 

@@ -45,7 +45,7 @@ def _columns(*names: str, label: str, first: int = 0) -> Callable[[Row], Item]:
 
 def _last_problem(row: Row) -> Item:
     problem = ast.literal_eval(row["problems"])[-1]
-    return problem["options"][:4], problem["answer"], _place("ABCD", problem["answer"])
+    return problem["options"][:4], problem["answer"], _place([*"ABCD"], problem["answer"])
 
 
 CHOICES = _numbered("choices", "gold")
