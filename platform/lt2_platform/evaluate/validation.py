@@ -1,4 +1,4 @@
-"""Token-weighted perplexity on held-out packed sequences, and the unigram entropy a model must beat."""
+"""Token-weighted perplexity on held-out packed sequences."""
 
 from __future__ import annotations
 
@@ -95,15 +95,6 @@ def voted_loss(model: LoopedLM, batch: Batch, *, document_mask: bool) -> tuple[T
     logprobs = mean_probability(voted_logprobs(model, batch.tokens, doc_ids=doc_ids))  # (B, L)
     counted = next_token_targets(batch, document_mask=document_mask) != IGNORE
     return -logprobs[counted].double().sum(), counted.sum(), {}
-
-
-def unigram_entropy(dataset: PackedDataset, *, max_sequences: int = 4096) -> float:
-    """Entropy (nats) of the first max_sequences rows' token distribution: the loss of a model with no context."""
-    counts = np.zeros(dataset.vocab_size, dtype=np.int64)
-    for rows in chunks(range(min(dataset.n_sequences, max_sequences)), 256):
-        counts += np.bincount(dataset.batch(rows)["tokens"].reshape(-1), minlength=len(counts))
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
 
 
 def held_out_rows(dataset: PackedDataset, part: HeldOut) -> range:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError, ModelConfig
-from lt2_workflows.graph import Ref, Resources, StepConfig, Workflow, canonical
+from lt2_workflows.graph import Resources, StepConfig, Workflow, canonical
 from lt2_workflows.loading import apply_overrides, workflow_from_record
 
 MAX_TRIALS = 10_000
@@ -56,12 +56,6 @@ class SweepResources(Resources):
     """`concurrent` trials at a time; each asks Ray for what its steps need and waits for it, holding nothing."""
 
     concurrent: int = Field(default=2, ge=1)
-
-
-class SweepRef(Ref):
-    """The trials of a sweep."""
-
-    accepts: ClassVar[str] = "sweep"
 
 
 class SweepStep(StepConfig):
