@@ -32,6 +32,12 @@ def test_means_spreads_and_the_papers_values():
     assert (second["PPL"], second["PPL_std"], second["PPL_paper"]) == (8.0, None, None)
 
 
+def test_configurations_of_one_label_are_told_apart_by_their_group():
+    trials = [trial("gate", 9.0) | {"group": "Looped Transformer"}, trial("gate", 8.0) | {"group": "GDN+DSA"}]
+    rows = [(row["group"], row["label"], row["PPL"], row["PPL_paper"]) for row in ablations.summarize(trials, "gate")]
+    assert rows == [("Looped Transformer", "gate", 9.0, 9.39), ("GDN+DSA", "gate", 8.0, 9.53)]
+
+
 @pytest.mark.parametrize("scale", ["0.6B", "1.3B"])
 def test_the_averages_of_the_papers_mixers_are_those_of_its_main_table(scale):
     rows = ablations.TABLES[f"mixers-{scale.lower()}"].rows
