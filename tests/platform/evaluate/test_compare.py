@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.compare import asked_differently, compare, scores, sign_test
+from lt2_platform.evaluate.compare import asked_differently, compare, own_depth, scores, sign_test
 from lt2_platform.storage import Storage
 
 
@@ -84,6 +84,18 @@ def test_only_common_items_count_and_the_rest_is_named(tmp_path):
     b = write(tmp_path / "b", {0: 1, 1: 1, 3: 0}, hashes={0: "another document"})
     (row,) = compare(a, b)
     assert (row["n"], row["a"], row["b"], row["note"]) == (1, 0.0, 1.0, "4 items only in one")
+
+
+def test_tasks_without_a_common_item_have_no_difference(tmp_path):
+    (row,) = compare(write(tmp_path / "a", {0: 1.0}), write(tmp_path / "b", {1: 1.0}))
+    assert row == {"task": "arc_easy", "metric": "acc", "n": 0, "note": "different items"}
+
+
+def test_the_depth_that_a_run_was_trained_at():
+    assert own_depth({"model": {"n_loops": 4, "halting": None}}) == own_depth({"model": {"n_loops": 4}}) == "loops-4"
+    assert own_depth({"model": {"n_loops": 2, "halting": {"type": "act"}}}) == "loops-2-early-exit"
+    assert own_depth({"n_loops": 3}) == "loops-3"
+    assert own_depth({"train": {"steps": 4}}) is None
 
 
 def test_the_newest_evaluation_of_a_task_counts(tmp_path):
