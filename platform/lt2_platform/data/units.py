@@ -147,7 +147,9 @@ def _tokenize(unit: Unit, job: Job, outputs: dict[str, IO[bytes]], bad: IO[bytes
     tokenizer = load_tokenizer(job.tokenizer)
     tally = _Tally()
     for batch in in_batches(_documents(unit, job, tally, bad), BATCH_CHARACTERS):
-        encoded = encode_documents(tokenizer, [document for _, _, _, document in batch])
+        documents = [document for _, _, _, document in batch]
+        check_masked(documents, job.sources[batch[0][0].source], job.masked)
+        encoded = encode_documents(tokenizer, documents)
         sides: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for (file, part, row, document), ids in zip(batch, encoded, strict=True):
             framed = frame(ids, tokenizer.bos_id, tokenizer.eos_id)
@@ -164,6 +166,15 @@ def _tokenize(unit: Unit, job: Job, outputs: dict[str, IO[bytes]], bad: IO[bytes
             tally.tokens[split] += len(stream)
             tally.documents[split] += len(documents)
     return tally
+
+
+def check_masked(documents: Sequence[Document], source: FileSource, masked: bool) -> None:
+    """Raise ConfigError for parts that are not to be learned where no loss_mask would say so: all would be."""
+    pieces = () if masked else (piece for one in documents if not isinstance(one, str) for piece in one)
+    if not all(piece.learned for piece in pieces):
+        raise ConfigError(
+            f"source type {source.type!r} gives pieces that are not learned, but its masks_loss is false; make it true"
+        )
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:

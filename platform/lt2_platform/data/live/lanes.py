@@ -28,7 +28,7 @@ from lt2_platform.data.sources.listing import Slice, SourceFile
 from lt2_platform.data.sources.readers import LEFT_OUT, read_rows
 from lt2_platform.data.stream import shuffled
 from lt2_platform.data.tokenize import load_tokenizer
-from lt2_platform.data.units import encode_documents, in_batches
+from lt2_platform.data.units import check_masked, encode_documents, in_batches
 from lt2_platform.storage import Storage
 
 BATCH_CHARACTERS = 2**16  # tokenised at once; small, so that a lane that runs dry is not long in coming back
@@ -121,7 +121,9 @@ class Lane:
         tokenizer = load_tokenizer(self.plan.tokenizer)
         for batch in in_batches(self._documents(start), BATCH_CHARACTERS):
             made = []
-            encoded = encode_documents(tokenizer, [document for _, _, document in batch])
+            documents = [document for _, _, document in batch]
+            check_masked(documents, self.plan.sources[self.source], self.plan.masked)
+            encoded = encode_documents(tokenizer, documents)
             for (unit, row, _), ids in zip(batch, encoded, strict=True):
                 framed = frame(ids, tokenizer.bos_id, tokenizer.eos_id)
                 pieces = split_framed(framed, self.plan.max_document_tokens, tokenizer.bos_id)

@@ -12,10 +12,11 @@ import pytest
 from pydantic import ValidationError
 
 from lt2.config import ConfigError
+from lt2_platform.data.live.lanes import LivePlan, live_batches
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources.configs import SourceConfig
 from lt2_platform.data.sources.documents import Fault, Piece, text_of
-from lt2_platform.data.sources.listing import files_of, plan_units
+from lt2_platform.data.sources.listing import Slice, files_of, plan_units
 from lt2_platform.data.sources.readers import LEFT_OUT, read_rows
 from lt2_platform.data.tokenize import load_tokenizer
 from tests.platform.data.schemas import (
@@ -312,3 +313,36 @@ def test_a_source_of_ones_own(tmp_path, no_ray):
     manifest = prepare(config, str(tmp_path / "out"))
     assert text_in(tmp_path / "out") == "One\na\nbTwo\nc"
     assert manifest["sources"][0]["left_out"] == 1
+
+
+QUIZ = """
+from typing import ClassVar, Literal
+from lt2_platform.data.sources.configs import FileSource
+from lt2_platform.data.sources.documents import Piece
+
+class QuizConfig(FileSource):
+    module: ClassVar[str] = "quiz"
+    type: Literal["quiz"] = "quiz"
+    format: Literal["jsonl"] = "jsonl"
+
+    @property
+    def columns(self):
+        return (("q",), ("a",))
+
+def quiz(config, row):
+    return Piece(row["q"], learned=False), Piece(row["a"])
+"""
+
+
+def test_pieces_that_are_not_learned_need_a_mask(tmp_path, no_ray):
+    (tmp_path / "quiz.py").write_text(QUIZ)
+    (tmp_path / "x.jsonl").write_text('{"q": "1 + 1", "a": "2"}\n' * 9)
+    source = {"type": "quiz", "source": f"{tmp_path}/quiz.py", "path": f"{tmp_path}/x.jsonl"}
+    told = r"^source type 'quiz' gives pieces that are not learned, but its masks_loss is false; make it true$"
+    config = PrepareConfig(source=source, seq_len=3, validation_fraction=0)
+    with pytest.raises(ConfigError, match=told):
+        prepare(config, str(tmp_path / "out"))
+    files = tuple(files_of(config.parts))
+    plan = LivePlan(files, tuple(config.parts), (((Slice(0, 0, None),),),), (1.0,), "byte", width=4, seed=0)
+    with pytest.raises(ConfigError, match=told):
+        next(live_batches(plan, position=0, global_batch_size=1, first=0, last=1, cursors={}))
