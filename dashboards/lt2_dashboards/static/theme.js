@@ -88,7 +88,7 @@ export function themed(option, theme, { small = false, legend = !small, width = 
     splitLine: { show: vertical || given.type === "value", lineStyle: { color: theme.line } },
     ...given,
     ...(given.splitLine ? { splitLine: { lineStyle: { color: theme.line }, ...given.splitLine } } : {}),
-    ...(small && !vertical ? { name: undefined } : {}),
+    ...(small && !(vertical && legend) ? { name: undefined } : {}),
     axisLabel: {
       color: theme.faint, fontSize: size, hideOverlap: true,
       ...(given.type === "category" ? {} : { formatter: lengths ? binary : inBytes ? bytes : tick, ...(given.max === "dataMax" && !vertical ? { showMaxLabel: false } : {}) }),
@@ -102,8 +102,9 @@ export function themed(option, theme, { small = false, legend = !small, width = 
     animation: false,
     backgroundColor: theme.panel, // open symbols are filled with it
     textStyle: { fontFamily: "Inter, system-ui, sans-serif", color: theme.text },
-    // "all": the names of the axes lie inside too, however wide their labels are.
-    grid: { left: small ? 6 : 8, right: small ? 12 : 16, top: small ? 10 : 24, bottom: 4, outerBoundsMode: "same", outerBoundsContain: small ? "axisLabel" : "all" },
+    // "all": the names of the axes lie inside too, however wide their labels are. Small charts have none, but beside a legend, where two
+    // axes may be of two scales.
+    grid: { left: small ? 6 : 8, right: small ? 12 : 16, top: small ? 10 : 24, bottom: 4, outerBoundsMode: "same", outerBoundsContain: small && !legend ? "axisLabel" : "all" },
     ...rest,
     xAxis: each(rest.xAxis, false),
     yAxis: each(rest.yAxis, true),
