@@ -132,11 +132,22 @@ def test_values_that_cannot_be_drawn_are_counted(source):
     assert missing.option["empty"] == "No run shown here has logged 'nonsense'."
 
 
-def test_the_wait_for_checkpoints_is_titled_in_words(tmp_path):
+@pytest.mark.parametrize(
+    ("metric", "title"),
+    [
+        ("save_stall", "Waiting for checkpoints (s)"),
+        ("rho_norm_0", "Norm of rho, loop 1"),
+        ("kl_loop_2", "KL to the teacher, loop 3 (nats per token)"),
+        ("align_loop_0", "Distance to the attention, loop 1"),
+        ("align_layer_0", "Distance to the attention, layer 0"),
+        ("mine_0", "mine_0"),
+    ],
+)
+def test_metrics_are_titled_in_words(tmp_path, metric, title):
     store = ResultsStore(Storage(str(tmp_path)))
-    with store.create_run("saved", {}) as writer:
-        writer.log(1, {"save_stall": 0.5})
-    assert curves(Source(str(tmp_path)), runs=["saved"], metric="save_stall").title == "Waiting for checkpoints (s)"
+    with store.create_run("one", {}) as writer:
+        writer.log(1, {metric: 0.5})
+    assert curves(Source(str(tmp_path)), runs=["one"], metric=metric).title == title
 
 
 def test_runs_that_were_deleted_do_not_take_the_others_away(source):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +41,11 @@ TITLES = {
     "grad_spikes": "Gradient spikes so far",
     "peak_memory_gb": "Peak memory (GB)",
     "tokens": "Tokens trained on",
+}
+LOOP_TITLES = {  # of metrics that end in a loop, counted from 0; titles count from 1
+    "rho_norm": "Norm of rho, loop {}",
+    "kl_loop": "KL to the teacher, loop {} (nats per token)",
+    "align_loop": "Distance to the attention, loop {}",
 }
 
 
@@ -108,8 +112,7 @@ def curves(
     title = (
         "Training loss"
         if metric == "loss" and not all(unit_of(metric, run.config) for run in known.values())
-        else TITLES.get(metric)
-        or re.sub(r"^rho_norm_(\d+)$", lambda loop: f"Norm of rho, loop {int(loop[1]) + 1}", metric)
+        else _title(metric)
     )
     more = [NAMES[x].partition(" (")[0]] if x in ("tokens", "flops") else []
     columns = ["run", "step", "hours", *more, "min", "mean", "max"]
@@ -117,6 +120,15 @@ def curves(
     return Figure(
         title, _option(series, metric, x, log, top), columns, lambda: _table(found, bool(more)), notes, links=links
     )
+
+
+def _title(metric: str) -> str:
+    name, _, number = metric.rpartition("_")
+    if number.isdecimal() and name in LOOP_TITLES:
+        return LOOP_TITLES[name].format(int(number) + 1)
+    if number.isdecimal() and name == "align_layer":  # layers have the numbers that settings give them
+        return f"Distance to the attention, layer {number}"
+    return TITLES.get(metric, metric)
 
 
 def _groups(
