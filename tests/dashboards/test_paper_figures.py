@@ -16,11 +16,13 @@ from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.harness.suites import SUITES
 from lt2_platform.evaluate.paper import long_context as paper_recall
 from lt2_platform.evaluate.paper.main_table import DOWNSTREAM
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
 from tests.lt2.mixers.samples import config as sample_mixer
 from tests.lt2.mixers.samples import shipped_types
 
 from .drawn import figure, ours, series
-from .paper_store import fill_paper
+from .paper_store import add, fill_paper, uniform
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +245,16 @@ def test_students_are_measured_by_their_teacher(source):
     assert {row[2]: row[6] for row in other.rows}["piqa"] == pytest.approx(62.5)
     with pytest.raises(ConfigError, match="no evaluation of 'nobody'"):
         figure(source, "distillation", teacher="nobody")
+
+
+def test_what_is_kept_is_not_cut_off_where_its_error_passes_the_teacher(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for run, acc in (("plain", 0.40), ("student", 0.38)):
+        add(
+            store,
+            run,
+            uniform("full"),
+            at=1.0,
+            validation=[{"task": "piqa", "metric": "acc", "value": acc, "stderr": 0.03}],
+        )
+    assert "max" not in figure(Source(str(tmp_path)), "distillation", teacher="plain", runs="student").option["xAxis"]

@@ -40,11 +40,16 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     if shares and tasks:
         first = option["series"][0]
         first["markLine"] = {"data": [{"xAxis": 100}]}
-        known = [share for each in shares.values() for share in each if share is not None]
+        known = [
+            (share, error or 0.0)
+            for run in shares
+            for share, error in zip(shares[run], errors[run])
+            if share is not None
+        ]
         # What is kept is read against the teacher, so the axis reaches its line, which by itself gets no place there.
-        if max(known, default=0.0) < 100:
+        if max((share + error for share, error in known), default=0.0) < 100:
             option["xAxis"] |= {"max": 100, "axisLabel": {"showMaxLabel": True}}
-        elif min(known) > 100:
+        elif min(share - error for share, error in known) > 100:
             option["xAxis"]["min"] = 100
     else:
         option["empty"] = (
