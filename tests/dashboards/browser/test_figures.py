@@ -51,13 +51,16 @@ def test_evaluations_that_are_no_numbers_are_shown_as_that(browser, tmp_path):
 
 def test_a_column_of_different_kinds_keeps_the_digits_of_each(browser, tmp_path):
     store = ResultsStore(Storage(str(tmp_path / "store")))
-    store.create_run("one", {"config": {}}).close()
+    store.create_run("one", {"config": {"train": {"lr": 1e-3}}}).close()
     rows = [{"metric": "decode_tokens_per_s", "value": 1044.13}, {"metric": "acc", "value": 2 / 3}]
     store.log_eval("one", "validation", rows)
     with visiting(browser, tmp_path / "store") as (page, address):
         page.goto(f"{address}/runs/one")
-        page.locator(".panel.wide tbody tr").nth(1).wait_for()
-        assert page.locator(".panel.wide tbody td.num").all_inner_texts() == ["1044.13", "0.666667"]
+        page.locator(".panel tbody tr").nth(1).wait_for()
+        assert page.locator(".panel tbody td.num").all_inner_texts() == ["1044.13", "0.666667"]
+        page.set_viewport_size({"width": 1900, "height": 900})
+        ends = [box["x"] + box["width"] for box in (panel.bounding_box() for panel in page.locator(".panel").all())]
+        assert ends[-1] == pytest.approx(ends[0], abs=1)  # settings and the like share the page's width
         brief = "import('/static/format.js').then(({ brief }) => %s.map(brief))"
         texts = ["0.0025986667263121865", "-0.1234567891", "0.001", "1:4", "1e-06", "gdn", "64"]
         assert page.evaluate(brief % texts) == ["0.00259867", "-0.123457", "0.001", "1:4", "1e-06", "gdn", "64"]

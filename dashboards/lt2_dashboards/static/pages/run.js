@@ -51,7 +51,7 @@ export function runPage(main, run) {
   const story = h("div");
   const controls = curveControls({ several: false });
   const grid = h("section", { class: "tiles run-tiles", "aria-label": "Curves" });
-  const side = h("section", { class: "panels" });
+  const side = h("section");
   const tiles = new Map();
   let body = null;
   fill(main, header, messages, story, h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element), grid, side);
@@ -92,7 +92,7 @@ export function runPage(main, run) {
       body.skipped.length ? notice("warn", "Some of this run's files could not be read and are missing from the curves", ...body.skipped) : null);
     fill(story, noted(body.notes), happened(body.events));
     drawTiles();
-    fill(side, evaluations(), panel("Settings", body.config, true), panel("Summary", body.summary), panel("Provenance", body.info));
+    fill(side, evaluations(), h("div", { class: "panels" }, panel("Settings", body.config, true), panel("Summary", body.summary), panel("Provenance", body.info)));
   }
 
   function drawTiles() {
@@ -133,7 +133,7 @@ export function runPage(main, run) {
     const extra = [...new Set(["stderr", "n", "limit", "num_fewshot", ...results.flatMap((row) => Object.keys(row))])].filter((key) => !["name", "task", "metric", "value"].includes(key) && results.some((row) => row[key] !== null && row[key] !== "" && row[key] !== undefined));
     const columns = ["name", "task", "metric", "value", ...extra];
     const rows = results.map((row) => columns.map((column) => (/sha256$/.test(column) ? row[column]?.slice(0, 8) : row[column]) ?? null));
-    return h("section", { class: "panel wide" }, h("h2", {}, "Evaluations", h("span", { class: "links" }, links.map(([name, text]) => h("a", { href: `/figures/${name}?runs=${run}` }, text)))),
+    return h("section", { class: "panel" }, h("h2", {}, "Evaluations", h("span", { class: "links" }, links.map(([name, text]) => h("a", { href: `/figures/${name}?runs=${run}` }, text)))),
       results.length ? h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Evaluations" }, numbers({ columns, rows })) : null);
   }
 
