@@ -53,6 +53,20 @@ def test_build_verify_evaluate_and_compare(tmp_path):
     assert {row["p_value"] for row in compared} == {1.0}
 
 
+def test_an_evaluation_that_is_interrupted_says_that_it_continues(tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lt2_platform.evaluate.checkpoints.evaluate_anything", interrupted)
+    pack = tmp_path / "pack"
+    lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", arc_easy=arc()).items()))
+    save(tmp_path / "storage" / "steps" / "one-12345678" / "out", model())
+    result = CliRunner().invoke(
+        app, ["eval", "one-12345678", "--pack", str(pack), "--storage", str(tmp_path / "storage")]
+    )
+    assert (result.exit_code, result.stderr) == (130, "lt2: stopped; the same command continues from here\n")
+
+
 def test_runs_that_a_recipe_evaluated_are_compared(tmp_path):
     pack, root = tmp_path / "pack", Storage(str(tmp_path / "storage"))
     lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", arc_easy=arc()).items()))

@@ -99,6 +99,10 @@ def evaluate(
     progress = lambda values: console.say({"event": "progress", "step": "evaluate", "values": values})  # noqa: E731
     try:
         found = evaluate_anything(place, [config], out=out, loops=depths, actors=actors, progress=progress)
+    except KeyboardInterrupt:
+        console.clear()
+        typer.echo("lt2: stopped; the same command continues from here", err=True)
+        raise typer.Exit(130) from None
     finally:
         console.clear()
         leave_ray()
