@@ -30,17 +30,17 @@ def places(request: Request) -> int:
     return _room([node["Resources"] for node in _nodes()], request)
 
 
-def check_places(least: int, request: Request, lower: str) -> None:
+def check_places(least: int, request: Request, lower: str, *, per_worker: str = "cpus_per_worker") -> None:
     """Raise ConfigError unless `least` workers have places: Ray would wait for ever, without a word.
 
-    lower: the setting that says how many workers there must be.
+    lower: the setting that says how many workers there must be; per_worker: the one that says what CPUs each asks for.
     """
     found = places(request)
     if found >= least:
         return
     largest = max(_nodes(), key=lambda node: [node["Resources"].get(name, 0) for name in reversed(list(request))])
     has = {name: largest["Resources"].get(name, 0) for name in request}
-    setting = "cpus_per_worker" if found == 0 and 0 < has["CPU"] < request["CPU"] else lower
+    setting = per_worker if found == 0 and 0 < has["CPU"] < request["CPU"] else lower
     raise ConfigError(
         f"no room for {_counted(least, 'worker')} of {describe(request)}: the cluster has places for {found}; "
         f"its largest node, {largest.get('NodeManagerHostname') or largest['NodeID']}, has {describe(has)}; "

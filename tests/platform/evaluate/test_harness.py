@@ -324,3 +324,5 @@ def test_one_or_two_actors_give_the_same_bits(tmp_path, pack, ray_here):
     assert rows[0] == rows[1]
     assert answers[0] == answers[1]
     assert len(answers[0]) > 4
+    with pytest.raises(ConfigError, match="no room for 3 workers of 1 CPU: .* for 2; .* lower --actors"):
+        evaluate_checkpoint(checkpoint, [config], data=None, out=str(tmp_path / "out3"), actors=3)

@@ -49,6 +49,12 @@ def test_workers_that_fit_the_sum_but_no_node_are_refused(cluster):
     assert trainer._scaling(2, 1, 1.5, False, None).num_workers == (1, 2)
 
 
+def test_the_setting_to_lower_is_that_of_who_asks(cluster):
+    cluster({"CPU": 2})
+    with pytest.raises(ConfigError, match="lower cpus_per_actor or add nodes"):
+        check_places(1, {"CPU": 4}, "--actors", per_worker="cpus_per_actor")
+
+
 def test_without_a_gpu_fewer_cpus_are_no_advice(cluster):
     cluster({"CPU": 2}, {"CPU": 8})
     with pytest.raises(ConfigError, match="node1, has 8 CPUs and 0 GPUs; lower num_workers or add nodes"):

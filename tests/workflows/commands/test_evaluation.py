@@ -1,6 +1,7 @@
 """`lt2 pack`, `lt2 eval` and `lt2 compare` as a user types them."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 from typer.testing import CliRunner
@@ -65,6 +66,29 @@ def test_an_evaluation_that_is_interrupted_says_that_it_continues(tmp_path, monk
         app, ["eval", "one-12345678", "--pack", str(pack), "--storage", str(tmp_path / "storage")]
     )
     assert (result.exit_code, result.stderr) == (130, "lt2: stopped; the same command continues from here\n")
+
+
+def test_actors_get_a_ray_with_a_place_for_each(tmp_path, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def head(num_cpus, **options):
+        seen.append(num_cpus)
+        yield {}
+
+    def asked(*args, actors, **kwargs):
+        seen.append(actors)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lt2_workflows.engine.local_ray.ray_head", head)
+    monkeypatch.setattr("lt2_platform.evaluate.checkpoints.evaluate_anything", asked)
+    save(tmp_path / "steps" / "one-12345678" / "out", model())
+    command = ["eval", "one-12345678", "--pack", str(tmp_path), "--storage", str(tmp_path), "--actors", "99"]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    CliRunner().invoke(app, command)
+    assert seen == [99, 99]
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert "nothing answers at RAY_ADDRESS=127.0.0.1:1" in str(CliRunner().invoke(app, command).exception)
 
 
 def test_runs_that_a_recipe_evaluated_are_compared(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +65,7 @@ def evaluate(
     from lt2_platform.storage import Storage
     from lt2_workflows.commands.models import check_template
     from lt2_workflows.console import Console, as_json, table
-    from lt2_workflows.engine.local_ray import join_ray, leave_ray
+    from lt2_workflows.engine.local_ray import ray_for
     from lt2_workflows.provenance import run_of_outside
 
     check_template(template)
@@ -93,19 +94,17 @@ def evaluate(
         typer.echo(f"{checkpoint} was trained on conversations; --chat asks it by their template", err=True)
     identity = hashlib.sha256(json.dumps([config.model_dump(mode="json"), place], sort_keys=True).encode()).hexdigest()
     out = root.join("evals", run, identity[:12])
-    if actors:
-        join_ray()
     console = Console()
     progress = lambda values: console.say({"event": "progress", "step": "evaluate", "values": values})  # noqa: E731
     try:
-        found = evaluate_anything(place, [config], out=out, loops=depths, actors=actors, progress=progress)
+        with ray_for(actors) if actors else nullcontext():
+            found = evaluate_anything(place, [config], out=out, loops=depths, actors=actors, progress=progress)
     except KeyboardInterrupt:
         console.clear()
         typer.echo("lt2: stopped; the same command continues from here", err=True)
         raise typer.Exit(130) from None
     finally:
         console.clear()
-        leave_ray()
     store = ResultsStore(root)
     run_of_outside(store, run, place)
     for name, rows in found.evaluations().items():

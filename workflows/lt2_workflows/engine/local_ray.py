@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lt2_platform.cores import usable
 from lt2_platform.signals import kept
 from lt2_platform.step_records import died_here, this_process
 from lt2_platform.wording import one_line
@@ -34,7 +35,7 @@ class NoRayError(ConnectionError):
 
 
 @contextmanager
-def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
+def ray_head(num_cpus: int, *, log_to_driver: bool = False) -> Iterator[dict[str, str]]:
     """Start a Ray on this machine for the duration; yields the environment in which other processes find it.
 
     One for all steps, so that branches running side by side share the machine's CPUs instead of each taking all.
@@ -54,7 +55,8 @@ def ray_head(num_cpus: int) -> Iterator[dict[str, str]]:
 
         _read_token_again()
         try:
-            _start(num_cpus=num_cpus, log_to_driver=False, logging_level=logging.WARNING, _temp_dir=str(folder))
+            options = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING, "_temp_dir": str(folder)}
+            _start(num_cpus=num_cpus, **options)
             yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         finally:
             _stop()
@@ -171,6 +173,24 @@ def join_ray() -> Mapping[str, float]:
         else:
             _start(log_to_driver=True)
     return ray.cluster_resources()
+
+
+@contextmanager
+def ray_for(workers: int) -> Iterator[None]:
+    """Connected, for the duration, to the Ray at $RAY_ADDRESS, or to one of this process with CPUs for `workers`; what
+    they log is shown here."""
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        with ray_head(max(usable(), workers), log_to_driver=True):
+            yield
+        return
+    if silent := unanswered(address):
+        raise NoRayError(silent)
+    connect(address, log_to_driver=True, logging_level=logging.WARNING)
+    try:
+        yield
+    finally:
+        leave_ray()
 
 
 def leave_ray() -> None:

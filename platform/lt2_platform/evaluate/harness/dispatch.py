@@ -166,9 +166,13 @@ class Dispatcher:
         import ray
         from ray.util import ActorPool
 
+        from lt2_platform.train.places import check_places
+
         if not self.pool:
-            # No limit of retries: until a lost node is noticed, each fails at once. The limit is that of restarts.
             gpus = self._gpus()
+            request = {"CPU": self.cpus} | ({"GPU": gpus} if gpus else {})
+            check_places(self.actors, request, "--actors (num_workers of a step)", per_worker="cpus_per_actor")
+            # No limit of retries: until a lost node is noticed, each fails at once. The limit is that of restarts.
             actor = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_restarts=3, max_task_retries=-1)(ModelActor)
             self.pool = [actor.remote(self.source, self.cpus) for _ in range(self.actors)]
         ask = lambda actor, item: actor.answer.remote(*item)  # noqa: E731
