@@ -234,7 +234,7 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint():
 def test_skipped_batches_are_as_if_they_were_not_in_the_data():
     skip = {G, 2 * G, 4 * G}
     model, recorder, state = toy(), Recorder(), TrainState()
-    schedule = warmup_cosine(lr=CONFIG.lr, steps=CONFIG.steps, warmup_steps=CONFIG.warmup_steps)
+    schedule = learning_rate(lr=CONFIG.lr, steps=CONFIG.steps, warmup_steps=CONFIG.warmup_steps)
     arguments = (adamw(model, lr=1e-2), schedule, CONFIG, state, [recorder])
     train(model, next_token_objective(), batches(), *arguments, skip=skip)
     left = (batch for index, batch in enumerate(batches()) if index * G not in skip)
@@ -252,7 +252,7 @@ def test_what_asks_to_be_saved_gets_no_step_that_is_not_finite():
     model, recorder, state = toy(), Recorder(), TrainState()
     with pytest.raises(NonFiniteLossError, match="step 2: loss nan"):
         train(
-            model, objective, batches(), adamw(model, lr=1e-2), warmup_cosine(lr=1e-2, steps=5),
+            model, objective, batches(), adamw(model, lr=1e-2), learning_rate(lr=1e-2, steps=5),
             CONFIG.model_copy(update={"log_every": 5}), state, [recorder], stop=lambda: SAVE if state.step == 0 else 0,
         )  # fmt: skip
     assert not recorder.checkpoints
