@@ -109,15 +109,16 @@ def _with_origin(info: dict[str, Any], manifest: dict[str, Any], models: dict[st
     """`info` of a run for the results store, with what it reads: runs on other data are no repeats of each other.
 
     Nor are runs that begin with or learn from other `models`, places of checkpoints by what they are to it.
-    Where the data came from is provenance: the same text may lie in several places.
+    Where data and models lay is provenance: the same may lie in several places.
     """
     data = {"tokenizer": manifest["tokenizer"].get("name"), "seq_len": manifest.get("seq_len")}
     if fingerprint := manifest.get("fingerprint"):
         data["fingerprint"] = fingerprint[:12]
     source = (manifest.get("config") or {}).get("source")
     found = {name: lineage(checkpoint.read_info(checkpoint.resolve(place))) for name, place in models.items()}
-    sources = {"sources": found} if found else {}
-    return {**info, "source": source, "config": {"data": data, **sources, **info.get("config", {})}}
+    config = {"data": data} | ({"sources": found} if found else {})
+    places = {"models": models} if models else {}
+    return {**info, "source": source, **places, "config": {**config, **info.get("config", {})}}
 
 
 def _as_of_now(record: dict[str, Any]) -> dict[str, Any]:

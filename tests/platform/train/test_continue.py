@@ -80,7 +80,9 @@ def test_what_cannot_go_on_is_refused_before_anything_is_written(root):
 
 
 def test_repeats_come_from_repeats(root, tmp_path):
-    config = ResultsStore(Storage(str(root))).run("branch").config
+    run = ResultsStore(Storage(str(root))).run("branch")
+    config = run.config
+    assert run.info["models"] == {"continue_from": str(root / "trunk")}
     info = checkpoint.read_info(checkpoint.resolve(str(root / "trunk")))
     assert config["sources"] == {"continue_from": lineage(info)}
     assert checkpoint.read_info(checkpoint.resolve(str(root / "branch"))).sources == config["sources"]
