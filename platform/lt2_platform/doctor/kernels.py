@@ -37,7 +37,7 @@ def parity(mixer: str, device: torch.device) -> Finding:
         rows = check(mixer, _dtype(device), 150, device)
     except Exception as error:  # whatever a kernel, its compiler or driver raises is what was looked for
         return Finding(PART, mixer, "PROBLEM", f"does not run: {type(error).__name__}: {one_line(error)[:300]}")
-    worst = max(rows, key=lambda row: row["error"] / row["limit"])
+    worst = max(rows, key=lambda row: (not row["ok"], row["error"] / row["limit"]))  # a NaN is greater than nothing
     said = f"{worst['case']}, {worst['what']}: {worst['error']:.1e} of fp64's norm, {worst['limit']:.0e} allowed"
     if not worst["ok"]:
         return Finding(PART, mixer, "PROBLEM", f"differs from fp64 ({said}); its results here are not to be trusted")

@@ -1,5 +1,7 @@
 """Which kernels run here, and that wrong ones are told from right ones."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,18 @@ def test_a_kernel_that_computes_something_else(monkeypatch):
     found = parity("gdn", CPU)
     assert found.state == "PROBLEM"
     assert "differs from fp64" in found.said
+
+
+def test_a_kernel_that_gives_nan_in_one_case(monkeypatch):
+    right = kernels.check
+
+    def nan_in_the_last(*args):
+        *rows, last = right(*args)
+        return [*rows, last | {"error": math.nan, "ok": False}]
+
+    monkeypatch.setattr(kernels, "check", nan_in_the_last)
+    found = parity("gdn", CPU)
+    assert (found.state, "nan of fp64's norm" in found.said) == ("PROBLEM", True)
 
 
 def test_a_kernel_that_does_not_run(monkeypatch):
