@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lt2.config import ConfigError
 from lt2.train import parallel
 from lt2.train.config import check_model
-from lt2.train.loop import SAVE, Batch, NonFiniteLossError, TrainConfig, TrainState, train
+from lt2.train.loop import SAVE, STOP, Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, train
 from lt2.train.loss import IGNORE, next_token_objective
 from lt2.train.optim import adamw
 from lt2.train.schedules import learning_rate
@@ -229,6 +230,28 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint():
         model.norm.weight[0] = math.nan
     with pytest.raises(NonFiniteLossError, match=r"step 1: loss nan.*lower train\.lr"):
         run(CONFIG.model_copy(update={"checkpoint_every": 1}), model=model)
+
+
+@pytest.mark.parametrize(("asked", "ended"), [(1, 2), (3, 4), (4, 5), (5, 5)])
+def test_what_stops_a_run_before_its_last_step_stops_it_saved(asked, ended):
+    recorder, model, state = Recorder(), toy(), TrainState()
+    arguments = (adamw(model, lr=1e-2), lambda step: 1e-2, CONFIG.model_copy(update={"log_every": 5}), state)
+    stop = lambda: STOP if state.step + 1 == asked else 0  # noqa: E731
+    told = pytest.raises(PreemptedError, match=f"stopped as asked after step {ended} of 5, which is saved")
+    with told if ended < 5 else nullcontext():
+        train(model, next_token_objective(), batches(), *arguments, [recorder], stop=stop)
+    assert [saved.step for saved, _, _ in recorder.checkpoints] == [state.step] == [ended]
+    assert recorder.ended == (ended == 5)
+
+
+def test_a_gradient_that_is_not_finite_is_told_with_the_finite_loss():
+    def objective(model, batch):
+        loss, n_tokens, metrics = next_token_objective()(model, batch)
+        return loss + (0 * model.norm.weight.sum()).sqrt(), n_tokens, metrics
+
+    model, (loss, *_) = toy(), run()[0].losses
+    with pytest.raises(NonFiniteLossError, match=f"step 1: loss {loss}, gradient norm nan; .* only the gradient"):
+        train(model, objective, batches(), adamw(model, lr=1e-2), lambda step: 1e-2, CONFIG, TrainState())
 
 
 def test_skipped_batches_are_as_if_they_were_not_in_the_data():
