@@ -2,7 +2,6 @@
 
 import copy
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lt2.config import ConfigError
 from lt2.train import parallel
 from lt2.train.config import check_model
-from lt2.train.loop import SAVE, STOP, Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, train
+from lt2.train.loop import Batch, TrainConfig, TrainState, autocast_dtype, train
 from lt2.train.loss import IGNORE, next_token_objective
 from lt2.train.optim import adamw
 from lt2.train.schedules import learning_rate
@@ -201,15 +200,6 @@ def test_times_are_those_of_steps_without_what_is_called_between(monkeypatch):
         assert (metrics["step_time"], metrics["data_wait"], metrics["data_wait_fraction"]) == (4, 1, 0.25)
 
 
-@pytest.mark.parametrize("asked", [1, 2, 3, 4, 5])
-def test_what_asks_once_is_saved_once_whatever_else_is_due(asked):
-    words = iter([SAVE if step == asked else 0 for step in range(1, 7)])
-    recorder, _, _ = run(CONFIG.model_copy(update={"steps": 6, "log_every": 3}), stop=lambda: next(words))
-    saved = asked if asked == 3 else asked + 1  # a step that is due is heard at once
-    assert [state.step for state, _, _ in recorder.checkpoints] == sorted({saved, 6})
-    assert [step for step, _ in recorder.steps] == sorted({3, saved, 6})
-
-
 def test_no_clipping_leaves_the_gradient_alone():
     clipped, _, _ = run()
     free, _, _ = run(CONFIG.model_copy(update={"grad_clip": None}))
@@ -224,66 +214,13 @@ def test_a_step_without_a_single_counted_token_changes_no_gradient():
     assert recorder.steps[0][1]["grad_norm"] == 0.0
 
 
-def test_a_loss_that_is_not_finite_stops_before_a_checkpoint():
-    model = toy()
-    with torch.no_grad():
-        model.norm.weight[0] = math.nan
-    with pytest.raises(NonFiniteLossError, match=r"step 1: loss nan.*lower train\.lr"):
-        run(CONFIG.model_copy(update={"checkpoint_every": 1}), model=model)
-
-
-@pytest.mark.parametrize(("asked", "ended"), [(1, 2), (3, 4), (4, 5), (5, 5)])
-def test_what_stops_a_run_before_its_last_step_stops_it_saved(asked, ended):
-    recorder, model, state = Recorder(), toy(), TrainState()
-    arguments = (adamw(model, lr=1e-2), lambda step: 1e-2, CONFIG.model_copy(update={"log_every": 5}), state)
-    stop = lambda: STOP if state.step + 1 == asked else 0  # noqa: E731
-    told = pytest.raises(PreemptedError, match=f"stopped as asked after step {ended} of 5, which is saved")
-    with told if ended < 5 else nullcontext():
-        train(model, next_token_objective(), batches(), *arguments, [recorder], stop=stop)
-    assert [saved.step for saved, _, _ in recorder.checkpoints] == [state.step] == [ended]
-    assert recorder.ended == (ended == 5)
-
-
-def test_a_gradient_that_is_not_finite_is_told_with_the_finite_loss():
-    def objective(model, batch):
-        loss, n_tokens, metrics = next_token_objective()(model, batch)
-        return loss + (0 * model.norm.weight.sum()).sqrt(), n_tokens, metrics
-
-    model, (loss, *_) = toy(), run()[0].losses
-    with pytest.raises(NonFiniteLossError, match=f"step 1: loss {loss}, gradient norm nan; .* only the gradient"):
-        train(model, objective, batches(), adamw(model, lr=1e-2), lambda step: 1e-2, CONFIG, TrainState())
-
-
-def test_skipped_batches_are_as_if_they_were_not_in_the_data():
-    skip = {G, 2 * G, 4 * G}
-    model, recorder, state = toy(), Recorder(), TrainState()
-    schedule = learning_rate(lr=CONFIG.lr, steps=CONFIG.steps, warmup_steps=CONFIG.warmup_steps)
-    arguments = (adamw(model, lr=1e-2), schedule, CONFIG, state, [recorder])
-    train(model, next_token_objective(), batches(), *arguments, skip=skip)
-    left = (batch for index, batch in enumerate(batches()) if index * G not in skip)
-    assert recorder.losses == run(data=left)[0].losses
-    assert state.position == (CONFIG.steps + len(skip)) * G
-
-
-def test_what_asks_to_be_saved_gets_no_step_that_is_not_finite():
-    """Asked at the first step, heard in the second, which is not finite and must not count as one that was made."""
-
-    def objective(model, batch):
-        loss, n_tokens, metrics = next_token_objective()(model, batch)
-        return (loss * math.nan if batch.step == 1 else loss), n_tokens, metrics
-
-    model, recorder, state = toy(), Recorder(), TrainState()
-    with pytest.raises(NonFiniteLossError, match="step 2: loss nan"):
-        train(
-            model, objective, batches(), adamw(model, lr=1e-2), learning_rate(lr=1e-2, steps=5),
-            CONFIG.model_copy(update={"log_every": 5}), state, [recorder], stop=lambda: SAVE if state.step == 0 else 0,
-        )  # fmt: skip
-    assert not recorder.checkpoints
-
-
-def test_data_that_ends_early_is_named():
-    with pytest.raises(ConfigError, match="the data ended at step 1 of 5"):
-        run(data=iter([next(batches())]))
+@pytest.mark.parametrize("fast", [True, False])
+def test_precision_is_what_was_asked_for_and_auto_follows_the_device(fast, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: fast)
+    found = {(p, d): autocast_dtype(p, torch.device(d)) for p in ("fp32", "auto", "bf16") for d in ("cpu", "cuda")}
+    bf16 = {("bf16", "cpu"), ("bf16", "cuda")} | ({("auto", "cuda")} if fast else set())
+    assert {asked for asked, dtype in found.items() if dtype == torch.bfloat16} == bf16
+    assert {dtype for asked, dtype in found.items() if asked not in bf16} == {None}
 
 
 def test_bf16_runs_matmuls_in_bf16_and_keeps_fp32_weights():
