@@ -205,6 +205,8 @@ def test_no_clipping_leaves_the_gradient_alone():
     free, _, _ = run(CONFIG.model_copy(update={"grad_clip": None}))
     assert free.losses[0] == clipped.losses[0]
     assert free.losses[-1] != clipped.losses[-1]
+    wide, _, _ = run(CONFIG.model_copy(update={"grad_clip": 1e6}))
+    assert wide.losses == free.losses, "a gradient within the limit is left as it is"
 
 
 def test_a_step_without_a_single_counted_token_changes_no_gradient():
