@@ -50,6 +50,7 @@ def test_equals_its_definition_with_gradients_whatever_the_chunks(k, temperature
     found = chunked(*args, k, temperature, rows)
     expected = definition(*args, V if k is None else k, temperature)
     torch.testing.assert_close(found.kl, expected, rtol=1e-12, atol=1e-12)
+    assert not found.kl.requires_grad
     loss = (expected * torch.tensor(SHARES, dtype=torch.float64)).sum()
     torch.testing.assert_close(found.loss, loss, rtol=1e-12, atol=1e-12)
     wanted = torch.autograd.grad(loss, [args[1], args[0][0], args[0][2]])
@@ -57,6 +58,18 @@ def test_equals_its_definition_with_gradients_whatever_the_chunks(k, temperature
     for grad, want in zip((args[1].grad, args[0][0].grad, args[0][2].grad), wanted):
         torch.testing.assert_close(grad, 2 * want, rtol=1e-11, atol=1e-12)
     assert args[0][1].grad.abs().max() == 0  # a loop that weighs nothing
+
+
+def test_frozen_states_or_a_frozen_head_leave_the_others_gradient():
+    loops, weight, *rest = case()
+    chunked(loops, weight, *rest, 5, rows=4).loss.backward()
+    frozen = [hidden.detach() for hidden in loops]
+    head = weight.detach().requires_grad_()
+    chunked(frozen, head, *rest, 5, rows=4).loss.backward()
+    assert torch.equal(head.grad, weight.grad)
+    free = [hidden.requires_grad_() for hidden in frozen]
+    chunked(free, weight.detach(), *rest, 5, rows=4).loss.backward()
+    assert all(torch.equal(ours.grad, hidden.grad) for ours, hidden in zip(free, loops))
 
 
 def test_k_of_the_whole_vocabulary_is_the_full_kl():
@@ -94,6 +107,23 @@ def test_bf16_autocast_keeps_statistics_in_fp32():
         p, q = values.softmax(-1), z_s.gather(1, ids).softmax(-1)
         expected += float((p * (p / q).log()).sum(-1)[counted].sum())
     assert float(found.kl.sum()) == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("k", [2, None])
+def test_gradients_under_bf16_autocast_are_those_of_fp32_but_for_rounding(k):
+    grads = []
+    for dtype in (torch.bfloat16, torch.float32):
+        loops, weight, states, head, counted = case(3, torch.float32)
+        logits = [state @ head.T for state in states]
+        stored = [TopK(z, None) if k is None else TopK(*z.topk(k, dim=-1)) for z in logits]
+        teacher = lambda loop, a, b: TopK(*(None if t is None else t[a:b] for t in stored[loop]))  # noqa: B023, E731
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            found = chunked_topk_kl(loops, weight, teacher, loop_weights=(0.2, 0.3, 0.5), counted=counted, chunk_rows=4)
+        found.loss.backward()
+        grads.append([weight.grad, *(hidden.grad for hidden in loops)])
+    for rounded, exact in zip(*grads):
+        assert rounded.dtype == torch.float32
+        assert (rounded - exact).norm() <= 2e-2 * exact.norm()
 
 
 def test_second_backward_is_an_error_not_a_wrong_gradient():

@@ -193,6 +193,16 @@ def test_distillation_reaches_every_parameter_but_the_exit_gate_and_never_the_te
     assert not any(p.requires_grad for p in net.parameters())
 
 
+def test_a_teacher_left_in_training_mode_answers_as_in_inference():
+    net, student = pair((1,), **{**OURO, "halting": {"type": "exit_gate", "threshold": 0.3}})
+    config, ids = DistillConfig(k=5), batch().tokens[:, :-1]
+    assert not torch.equal(net.train()(ids).hidden, net.eval()(ids).hidden)
+    ask = distill_objective(config, train(config), net)
+    expected = ask(student, batch(step=5))[0]
+    net.train()
+    assert torch.equal(ask(student, batch(step=5))[0], expected)
+
+
 def test_frozen_rest_and_its_slower_rate():
     _, student = pair((1,))
     freeze(student, DistillConfig(rest_lr_scale=0))

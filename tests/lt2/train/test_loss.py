@@ -43,6 +43,17 @@ def test_equals_torch_in_fp64_with_gradients(chunk_rows, z_loss):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_what_is_frozen_leaves_the_others_gradient():
+    hidden, weight, targets = inputs()
+    shares = torch.rand(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    learned = [hidden, weight, shares]
+    whole = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets, token_weights=shares).loss, learned)
+    for place, expected in enumerate(whole):
+        one = [tensor.detach().requires_grad_(place == index) for index, tensor in enumerate(learned)]
+        chunked_cross_entropy(*one[:2], targets, token_weights=one[2]).loss.backward()
+        assert torch.equal(one[place].grad, expected)
+
+
 def test_token_weights_multiply_each_loss_and_learn_from_it():
     hidden, weight, targets = inputs()
     shares = torch.rand(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
