@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -197,6 +198,52 @@ def test_a_step_that_waits_for_the_device_is_told_from_one_that_fails(monkeypatc
     with pytest.raises(RuntimeError, match="out of memory"):
         step.synchronises()
     assert modes == ["error", 0] * 3
+
+
+class Idle:
+    """A CUDA stream or graph that does nothing."""
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture
+def idle_cuda(monkeypatch):
+    """Calls to the device that do nothing, so that what is recorded runs once, where it stands."""
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, Idle)
+    for name in ("stream", "graph", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("name", ["full", "window", "gdn", "nsa"])
+@torch.no_grad()
+def test_recording_leaves_the_cache_as_it_was(name, refused, idle_cuda, monkeypatch):
+    rows = torch.randint(60, (2, 13), generator=torch.Generator().manual_seed(1))
+    model, plain = prefilled(CONFIGS[name], rows)
+    _, cache = prefilled(CONFIGS[name], rows)
+    step, expected = DecodeStep(model, cache), DecodeStep(model, plain)
+    runs, forward = [], model.forward
+
+    def watched(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        runs.append(cache.used)
+        if refused and len(runs) == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return output
+
+    monkeypatch.setattr(model, "forward", watched)
+    step.wanted = True
+    recording = step.capture()
+    assert runs == [14] * (2 if refused else 3), "each of them begins where the cache stood"
+    assert (recording is None, step.wanted) == (refused, not refused)
+    assert (cache.used, cache.lengths.tolist()) == (13, [13, 13])
+    monkeypatch.undo()
+    step.wanted = False
+    for token in rows.T[:5]:
+        assert torch.equal(step(token), expected(token))
 
 
 def test_only_what_a_step_loses_is_kept():
