@@ -38,6 +38,8 @@ _BLOCK = {
     **{f"ffn.{p}_proj": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
 }
 
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
 
 def ouro_key(name: str) -> str:
     """The key in an Ouro checkpoint of one of our parameters, e.g. of blocks.3.ffn.up_proj.weight."""
@@ -48,12 +50,28 @@ def ouro_key(name: str) -> str:
     return f"model.layers.{layer}.{_BLOCK[module]}.{kind}"
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of an Ouro folder. Raises ConfigError where there is none, or no JSON in it."""
+    file = Path(folder, "config.json")
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no config.json; give the folder of an Ouro checkpoint")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); download it again") from None
+
+
 def config_from_ouro(ouro: dict[str, Any]) -> ModelConfig:
     """Our config of an Ouro config.json.
 
     Raises:
-        ConfigError: a setting whose computation we do not have (sliding windows, rope scaling, another activation).
+        ConfigError: another architecture's config, one that lacks sizes, or a setting whose computation we do not have
+            (sliding windows, rope scaling, another activation).
     """
+    if (kind := ouro.get("model_type", "ouro")) != "ouro":
+        raise ConfigError(f"the config is of a model of type {kind!r}, not 'ouro'; give an Ouro checkpoint")
+    if lacking := [name for name in _SIZES if name not in ouro]:
+        raise ConfigError(f"Ouro config has no {', '.join(lacking)}; give an Ouro checkpoint, or download it again")
     unsupported = {
         "hidden_act": ouro.get("hidden_act", "silu") != "silu",
         "use_sliding_window": ouro.get("use_sliding_window", False),
@@ -143,9 +161,7 @@ def import_ouro(folder: str | Path, *, dtype: torch.dtype | None = None, device:
         ConfigError: no config or weights there, or keys or shapes that are not Ouro's, each named.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json; give the folder of an Ouro checkpoint")
-    config = config_from_ouro(json.loads((folder / "config.json").read_text()))
+    config = config_from_ouro(read_config(folder))
     with torch.device("meta"):
         model = LoopedLM(config)
     names = {ouro_key(name): name for name, _ in model.named_parameters()}

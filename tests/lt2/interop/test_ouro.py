@@ -202,6 +202,7 @@ def test_a_changed_theta_is_exported_wherever_the_original_config_keeps_it(tmp_p
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
         ({"layer_types": ["sliding_attention"] * N}, "layer_types"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "llama"}, "of a model of type 'llama', not 'ouro'"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(change: dict, named: str):
@@ -211,6 +212,12 @@ def test_what_cannot_be_computed_is_refused(change: dict, named: str):
 
 def test_damaged_checkpoints_name_the_damage(tmp_path: Path):
     with pytest.raises(ConfigError, match="config.json"):
+        import_ouro(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": ')
+    with pytest.raises(ConfigError, match=r"config.json is not JSON .*; download it again"):
+        import_ouro(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 30, "hidden_size": 16, "n_head": 2}')
+    with pytest.raises(ConfigError, match="has no intermediate_size, num_hidden_layers, num_attention_heads"):
         import_ouro(tmp_path)
     weights = ouro_weights()
     gone = weights.pop("model.layers.1.mlp.up_proj.weight")

@@ -5,7 +5,6 @@ Importing this module imports neither torch nor Ray.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -37,10 +36,10 @@ class ImportOuroStep(StepConfig):
     @property
     def model(self) -> ModelConfig | None:
         """The config in the folder, else the one that is expected there."""
-        from lt2.interop.ouro import config_from_ouro
+        from lt2.interop.ouro import config_from_ouro, read_config
 
-        file = Path(self.folder, "config.json")
-        return config_from_ouro(json.loads(file.read_text())) if file.is_file() else self.expected
+        there = Path(self.folder, "config.json").is_file()
+        return config_from_ouro(read_config(self.folder)) if there else self.expected
 
 
 def _look_for_ouro(folder: str) -> None:
