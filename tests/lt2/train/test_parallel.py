@@ -222,6 +222,13 @@ def test_every_policy_gives_the_same_gradients_bit_for_bit(recompute, dtype):
     assert all(torch.equal(grads[name], value) for name, value in expected.items())
 
 
+def test_decays_stay_in_fp32_when_weights_are_cast():
+    model = tiny.model().float()
+    parallel.cast_weights(model, torch.bfloat16)
+    found = {(name.rpartition(".")[2] in ("A_log", "dt_bias"), p.dtype) for name, p in model.named_parameters()}
+    assert found == {(True, torch.float32), (False, torch.bfloat16)}
+
+
 class DroppedConfig(FullConfig):
     module: ClassVar[str] = "Dropped"
     weights: ClassVar[str] = "dropped"
