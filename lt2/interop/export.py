@@ -99,7 +99,10 @@ def verify_certificate(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / CERTIFICATE
     if not path.is_file():
         raise ConfigError(f"{folder} has no {CERTIFICATE}; export the checkpoint again")
-    certificate = json.loads(path.read_text())
+    try:
+        certificate = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); copy or export it again") from None
     for name, digest in certificate["files"].items():
         file = Path(folder) / name
         if not file.is_file():

@@ -135,6 +135,9 @@ def test_a_file_changed_later_is_noticed(tmp_path: Path):
     weights.unlink()
     with pytest.raises(ConfigError, match="certified but not there"):
         load_exported(tmp_path / "out")
+    (tmp_path / "out" / "parity.json").write_text('{"files": {')
+    with pytest.raises(ConfigError, match=r"parity\.json is not JSON .*; copy or export it again"):
+        load_exported(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"no parity\.json"):
         load_exported(tmp_path)
 
