@@ -102,6 +102,11 @@ def test_a_sweep_is_identified_by_its_trials():
         ({"grid": {"first.lines": ("x",)}}, "lines=x: first.lines"),
         ({"grid": {"first.lines": tuple(range(10_001))}}, "10,001 trials; at most 10,000"),
         ({"match_parameters": "pretrain"}, "match_parameters: the recipe has no step 'pretrain'"),
+        (
+            {"trials": tuple(TrialConfig(label="a", settings={"first.lines": n}) for n in (1, 2))},
+            "are called 'a'; give",
+        ),
+        ({"grid": {"first.text": ("1", 1)}}, "two configurations of the sweep are called 'text=1'; give each trial"),
         ({"paper": "ratios"}, "no ablation table 'ratios'"),
         ({"scheduler": {"type": "asha", "grace_steps": 1}}, "scheduler.step: the recipe has no step 'pretrain'"),
     ],
@@ -114,6 +119,12 @@ def test_what_cannot_work_is_said_before_anything_runs(fields, message):
 def test_labels_tell_keys_apart():
     assert label_of({"a.train.lr": 0.1, "b.train.lr": 0.2}) == "a.train.lr=0.1 b.train.lr=0.2"
     assert label_of({"a.model.layout": {"type": "uniform", "mixer": {}}, "a.x": [1]}) == "layout=uniform x=[1]"
+    own, plain, other = {"type": "gdn", "conv_size": 0}, {"type": "gdn"}, {"type": "kda"}
+    labels = [label_of({"x.mixer": value}, {"x.mixer": (own, plain, other)}) for value in (own, plain, other)]
+    assert labels == ["mixer=gdn(conv_size=0)", "mixer=gdn", "mixer=kda"]
+    layouts = [{"type": "hybrid", "mixer": mixer, "ratio": "1:4"} for mixer in (own, plain)]
+    labels = [label_of({"layout": layout}, {"layout": layouts}) for layout in layouts]
+    assert labels == ["layout=hybrid(mixer=gdn(conv_size=0))", "layout=hybrid(mixer=gdn)"]
     assert slug("Looped Hybrid (Full+GDN) 1:4") == "looped-hybrid-full-gdn-1-4"
     sweep = SweepStep(steps=fakes(), grid={"first.text": ("A B", "a-b")})
     assert [trial.name for trial in sweep.expanded] == ["text-a-b", "text-a-b-2"]

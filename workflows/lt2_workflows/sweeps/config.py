@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -136,18 +136,23 @@ def expand(config: SweepStep) -> list[Trial]:
     total = len(configurations) * len(points) * max(1, len(config.seeds))
     if total > MAX_TRIALS:
         raise ConfigError(f"the sweep has {total:,} trials; at most {MAX_TRIALS:,}")
-    for configuration, point, seed in itertools.product(configurations, points, config.seeds or (None,)):
-        label = " ".join(part for part in (configuration.label, label_of(point)) if part) or "recipe"
-        settings = {**configuration.settings, **point}
-        seeds = {} if seed is None else dict.fromkeys(config.seed_keys, seed)
-        steps = deepcopy(config.steps)
-        apply_overrides(steps, list({**settings, **seeds}.items()))
-        if config.match_parameters is not None:
-            match_parameters(steps, config.match_parameters, base)
-        words = [configuration.group, label, "" if seed is None else f"seed {seed}"]
-        name = unique(slug(" ".join(words)), {trial.name for trial in found})
-        workflow = workflow_of(config, name, steps, source=label)
-        found.append(Trial(name, label, configuration.group, seed, settings, steps, workflow))
+    called: set[tuple[str, str]] = set()
+    for configuration, point in itertools.product(configurations, points):
+        label = " ".join(part for part in (configuration.label, label_of(point, config.grid)) if part) or "recipe"
+        if (configuration.group, label) in called:  # the table would take them for one configuration's seeds
+            raise ConfigError(f"two configurations of the sweep are called {label!r}; give each trial its own label")
+        called.add((configuration.group, label))
+        for seed in config.seeds or (None,):
+            settings = {**configuration.settings, **point}
+            seeds = {} if seed is None else dict.fromkeys(config.seed_keys, seed)
+            steps = deepcopy(config.steps)
+            apply_overrides(steps, list({**settings, **seeds}.items()))
+            if config.match_parameters is not None:
+                match_parameters(steps, config.match_parameters, base)
+            words = [configuration.group, label, "" if seed is None else f"seed {seed}"]
+            name = unique(slug(" ".join(words)), {trial.name for trial in found})
+            workflow = workflow_of(config, name, steps, source=label)
+            found.append(Trial(name, label, configuration.group, seed, settings, steps, workflow))
     return found
 
 
@@ -160,8 +165,11 @@ def training_step(trial: Trial) -> str:
     return next((name for name, step in trial.workflow.configs.items() if hasattr(step, "train")), "")
 
 
-def label_of(point: Mapping[str, Any]) -> str:
-    """'lr=0.001 ratio=1:4': the last part of each key, or as much of it as tells the keys apart."""
+def label_of(point: Mapping[str, Any], grid: Mapping[str, Sequence[Any]] = {}) -> str:
+    """'lr=0.001 ratio=1:4': the last part of each key, or as much of it as tells the keys apart.
+
+    A config is shown by its type, and by what it says otherwise than those of its type in `grid`.
+    """
     parts = []
     for key, value in point.items():
         words = key.split(".")
@@ -169,9 +177,17 @@ def label_of(point: Mapping[str, Any]) -> str:
             n for n in range(1, len(words) + 1)
             if [other.split(".")[-n:] for other in point].count(words[-n:]) == 1
         )  # fmt: skip
-        shown = value.get("type", json.dumps(value)) if isinstance(value, dict) else value
-        parts.append(f"{'.'.join(words[-size:])}={shown}")
+        parts.append(f"{'.'.join(words[-size:])}={_shown(value, grid.get(key, ()))}")
     return " ".join(parts)
+
+
+def _shown(value: Any, others: Sequence[Any]) -> Any:
+    if not isinstance(value, dict) or "type" not in value:
+        return json.dumps(value) if isinstance(value, dict) else value
+    alike = [other for other in others if isinstance(other, dict) and other.get("type") == value["type"]]
+    told = [name for name in value if any(name not in other or other[name] != value[name] for other in alike)]
+    fields = [f"{name}={_shown(value[name], [other.get(name) for other in alike])}" for name in told]
+    return value["type"] + (f"({', '.join(fields)})" if fields else "")
 
 
 def sized(model: Any) -> ModelConfig:
