@@ -62,7 +62,7 @@ def perplexity(
     progress: takes what to show after each batch.
 
     Raises:
-        ConfigError: the split is empty, or its tokens do not fit the model's vocabulary.
+        ConfigError: the split is empty, its tokens do not fit the model's vocabulary, or none of them counts.
     """
     part = held_out_rows(dataset, held_out)[:max_sequences]
     if dataset.vocab_size > model.config.vocab_size:
@@ -84,6 +84,11 @@ def perplexity(
         count += int(n_tokens)
         progress({"message": "perplexity", "batch": done, "batches": batches})
     model.train(was_training)
+    if not count:  # of chat data, where only answers count, or of documents of one token
+        raise ConfigError(
+            f"{dataset.uri}: no token of the {len(part)} {dataset.split} sequences asked for counts in the loss; ask "
+            "for more (train.eval_sequences, the task's max_sequences), or prepare longer rows"
+        )
     mean = total / count
     exponential = math.inf if mean > 709 else math.exp(mean)  # of a model that diverged, no float holds more
     return {"loss": mean, "perplexity": exponential, "tokens": count, "sequences": len(part)}

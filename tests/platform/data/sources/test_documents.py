@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lt2.config import ModelConfig
+from lt2.config import ConfigError, ModelConfig
 from lt2.model import build
 from lt2.train.loop import Batch
 from lt2.train.loss import next_token_objective
@@ -15,6 +15,7 @@ from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources.configs import OpenThoughtsConfig
 from lt2_platform.data.sources.documents import conversation, end_of_answer, question, text_of
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.evaluate.validation import perplexity
 
 BOS, EOS = 256, 257
 
@@ -135,3 +136,16 @@ def test_the_loss_counts_exactly_the_learned_targets(conversations):
     mask = torch.from_numpy(arrays["loss_mask"])[:, 1:] & (doc_ids[:, 1:] == doc_ids[:, :-1])
     assert int(n_tokens) == int(mask.sum()) > 0
     torch.testing.assert_close(loss, each[mask].sum(), rtol=1e-5, atol=1e-5)
+
+
+def test_held_out_rows_of_prompts_alone_have_no_perplexity(tmp_path, no_ray):
+    turns = [{"role": "user", "content": "Q" * 200}, {"role": "assistant", "content": "A"}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"messages": turns, "n": n}) + "\n" for n in range(4)))
+    source = {"type": "openthoughts", "path": f"{tmp_path}/x.jsonl", "format": "jsonl", "loss": "assistant"}
+    prepare(PrepareConfig(source=source, seq_len=31, validation_fraction=0), str(tmp_path / "out"))
+    config = {"vocab_size": 259, "dim": 16, "n_layers": 1, "n_loops": 1, "num_heads": 2, "max_seq_len": 32}
+    model = build(ModelConfig.model_validate({**config, "layout": {"type": "uniform", "mixer": {"type": "full"}}}))
+    dataset = PackedDataset(str(tmp_path / "out"))
+    assert perplexity(model, dataset)["tokens"] > 0
+    with pytest.raises(ConfigError, match="no token of the 2 train sequences asked for counts in the loss; ask for"):
+        perplexity(model, dataset, max_sequences=2)
