@@ -19,7 +19,7 @@ from lt2.train.loop import Batch, autocast_dtype
 from lt2.train.loss import IGNORE, next_token_targets
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.config import HeldOut
-from lt2_platform.evaluate.validation import chunks, held_out_rows
+from lt2_platform.evaluate.validation import check_counted, chunks, held_out_rows
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.train.checkpoints import checkpoint
 
@@ -40,7 +40,7 @@ def teacher_kl(
     Returns {"kl": of the final loop, "kl_loops": of every loop, "tokens"}. Both run every loop, in bf16 on a GPU.
 
     Raises:
-        ConfigError: an empty split, or models of different loops or vocabularies.
+        ConfigError: an empty split, one in which no token counts, or models of different loops or vocabularies.
     """
     for name in ("n_loops", "vocab_size"):
         ours, theirs = getattr(student.config, name), getattr(teacher.config, name)
@@ -69,6 +69,7 @@ def teacher_kl(
             )
         sums += found.kl.double().cpu()
         tokens += int(counted.sum())
+    check_counted(tokens, dataset, part)
     loops = (sums / tokens).tolist()
     return {"kl": loops[-1], "kl_loops": loops, "tokens": tokens}
 

@@ -84,11 +84,7 @@ def perplexity(
         count += int(n_tokens)
         progress({"message": "perplexity", "batch": done, "batches": batches})
     model.train(was_training)
-    if not count:  # of chat data, where only answers count, or of documents of one token
-        raise ConfigError(
-            f"{dataset.uri}: no token of the {len(part)} {dataset.split} sequences asked for counts in the loss; ask "
-            "for more (train.eval_sequences, the task's max_sequences), or prepare longer rows"
-        )
+    check_counted(count, dataset, part)
     mean = total / count
     exponential = math.inf if mean > 709 else math.exp(mean)  # of a model that diverged, no float holds more
     return {"loss": mean, "perplexity": exponential, "tokens": count, "sequences": len(part)}
@@ -121,6 +117,15 @@ def held_out_rows(dataset: PackedDataset, part: HeldOut) -> range:
             "validation_fraction above 0"
         )
     return found
+
+
+def check_counted(tokens: int, dataset: PackedDataset, rows: range) -> None:
+    """Raise ConfigError where no token of `rows` counts in the loss: of prompts alone, or documents of one token."""
+    if not tokens:
+        raise ConfigError(
+            f"{dataset.uri}: no token of the {len(rows)} {dataset.split} sequences asked for counts in the loss; ask "
+            "for more (train.eval_sequences, a task's max_sequences), or prepare longer rows"
+        )
 
 
 def chunks(rows: range, size: int) -> Iterator[np.ndarray]:

@@ -15,6 +15,7 @@ from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources.configs import OpenThoughtsConfig
 from lt2_platform.data.sources.documents import conversation, end_of_answer, question, text_of
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.distill.measure import teacher_kl
 from lt2_platform.evaluate.validation import perplexity
 
 BOS, EOS = 256, 257
@@ -138,7 +139,7 @@ def test_the_loss_counts_exactly_the_learned_targets(conversations):
     torch.testing.assert_close(loss, each[mask].sum(), rtol=1e-5, atol=1e-5)
 
 
-def test_held_out_rows_of_prompts_alone_have_no_perplexity(tmp_path, no_ray):
+def test_held_out_rows_of_prompts_alone_have_no_perplexity_and_no_distance(tmp_path, no_ray):
     turns = [{"role": "user", "content": "Q" * 200}, {"role": "assistant", "content": "A"}]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"messages": turns, "n": n}) + "\n" for n in range(4)))
     source = {"type": "openthoughts", "path": f"{tmp_path}/x.jsonl", "format": "jsonl", "loss": "assistant"}
@@ -147,5 +148,8 @@ def test_held_out_rows_of_prompts_alone_have_no_perplexity(tmp_path, no_ray):
     model = build(ModelConfig.model_validate({**config, "layout": {"type": "uniform", "mixer": {"type": "full"}}}))
     dataset = PackedDataset(str(tmp_path / "out"))
     assert perplexity(model, dataset)["tokens"] > 0
-    with pytest.raises(ConfigError, match="no token of the 2 train sequences asked for counts in the loss; ask for"):
+    told = "no token of the 2 train sequences asked for counts in the loss; ask for"
+    with pytest.raises(ConfigError, match=told):
         perplexity(model, dataset, max_sequences=2)
+    with pytest.raises(ConfigError, match=told):
+        teacher_kl(model, model, dataset, held_out="all", max_sequences=2)
