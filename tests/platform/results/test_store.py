@@ -79,6 +79,15 @@ def test_results_rows_name_what_differs(local):
     assert not any(row["config"] for row in local.results(["r2"]))  # of one run alone nothing differs
 
 
+def test_notes_and_readings_inside_a_model_are_no_results(local):
+    local.create_run("r", {}).close()
+    local.log_note("r", "a good one", "me")
+    local.log_eval("r", "diagnostics", [{"metric": "rms", "value": 2.0, "loop": 0, "layer": 1}])
+    local.log_eval("r", "core", [{"metric": "is_done", "value": True}])
+    local.log_eval("r", "core", [{"metric": "acc", "value": 0.5}])
+    assert [(row["metric"], row["value"]) for row in local.results()] == [("core/acc", 0.5)]
+
+
 def test_an_alignments_loss_is_no_entropy(local):
     for kind in ("align", "distill"):
         with local.create_run(kind, {"config": {"train": {"objective": {"type": kind}}}}) as writer:
