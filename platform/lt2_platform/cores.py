@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from lt2_platform import control_groups
 
 
 def share(environment: Mapping[str, str], among: int) -> dict[str, str]:
@@ -38,21 +40,12 @@ def quota(root: Path = Path("/")) -> float:
 
 
 def _limits(root: Path) -> Iterator[float]:
-    mounts = root / "sys/fs/cgroup"
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+    for folder in control_groups.folders("cpu", root):
+        if (both := folder / "cpu.max").is_file():
+            most, period = both.read_text().split()
+        elif (first := folder / "cpu.cfs_quota_us").is_file():
+            most, period = first.read_text(), (folder / "cpu.cfs_period_us").read_text()
+        else:
             continue
-        mount = mounts / controllers
-        # A limit holds for the groups below it too. In a container the mount may be the group itself.
-        for place in (PurePosixPath(group), *PurePosixPath(group).parents):
-            folder = mount / place.relative_to("/")
-            if (both := folder / "cpu.max").is_file():
-                most, period = both.read_text().split()
-            elif (first := folder / "cpu.cfs_quota_us").is_file():
-                most, period = first.read_text(), (folder / "cpu.cfs_period_us").read_text()
-            else:
-                continue
-            if most != "max" and int(most) > 0:  # -1: no limit
-                yield int(most) / int(period)
+        if most != "max" and int(most) > 0:  # -1: no limit
+            yield int(most) / int(period)

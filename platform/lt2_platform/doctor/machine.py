@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from lt2_platform import memory
 from lt2_platform.cores import usable
 from lt2_platform.doctor.finding import Finding
 
@@ -24,20 +25,13 @@ RAY_STOPS_AT = 0.95  # of a disk: Ray refuses to write objects there
 
 def machine() -> Iterator[Finding]:
     yield cores(os.cpu_count() or 1, usable())
-    yield Finding(PART, "memory", "ok", f"{memory() / GIB:.0f} GiB")
+    yield Finding(PART, "memory", "ok", f"{memory.usable() / GIB:.0f} GiB")
     if SHARED_MEMORY.is_dir():
-        yield shared_memory(shutil.disk_usage(SHARED_MEMORY).total, memory())
+        yield shared_memory(shutil.disk_usage(SHARED_MEMORY).total, memory.usable())
     yield disk(tempfile.gettempdir(), *shutil.disk_usage(tempfile.gettempdir())[:2])
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         yield card(index)
-
-
-def memory() -> int:
-    """Bytes that a process here may use: the machine's, or less in a container."""
-    from ray._private.utils import get_system_memory  # pyright: ignore[reportPrivateImportUsage]  what Ray goes by
-
-    return get_system_memory()
 
 
 def cores(there: int, ours: int) -> Finding:

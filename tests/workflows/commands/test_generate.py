@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from lt2.config import ConfigError
 from lt2.generate import generate
+from lt2_platform import memory
 from lt2_platform.data.sources.documents import Piece, end_of_answer, question, text_of
 from lt2_platform.data.tokenize import ByteTokenizer, describe, encode, load_tokenizer
 from lt2_workflows.cli import app
@@ -65,6 +66,12 @@ def test_what_no_memory_holds_is_refused(tmp_path, options, asked):
     error = invoke(save(tmp_path, model()), "--device", "cpu", *options).exception
     assert isinstance(error, ConfigError)
     assert f"{asked} need a cache of " in str(error)
+
+
+def test_a_container_has_less_memory_than_its_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "usable", lambda: 1)
+    error = invoke(save(tmp_path, model()), "--device", "cpu").exception
+    assert "need a cache of 0 GB, and cpu has 0 GB; ask for fewer" in str(error)
 
 
 def chatting(folder, net, *templates: str) -> str:

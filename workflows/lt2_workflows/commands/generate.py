@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -105,12 +104,14 @@ def generate(
 
 
 def memory_bytes(device: str) -> int:
-    """What the device has in all: "cuda" or "cpu"."""
+    """What the device has in all that this process may use: "cuda" or "cpu"."""
     import torch
+
+    from lt2_platform import memory
 
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory.usable()
 
 
 def chat_template(checkpoint: str, known: list[str], *, chat: bool, named: str | None) -> str | None:

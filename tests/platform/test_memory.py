@@ -1,0 +1,38 @@
+"""The memory that a process may use: the machine's, or what its control groups leave it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lt2_platform.memory import usable
+from tests.platform.test_cores import machine
+
+GIB = 2**30
+HERE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/\n", {}, HERE),
+        ("0::/\n", {"sys/fs/cgroup/memory.max": "max\n"}, HERE),
+        ("0::/\n", {"sys/fs/cgroup/memory.max": f"{GIB}\n"}, GIB),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/memory.max": f"{GIB}\n", "sys/fs/cgroup/a/b/memory.max": "max\n"}, GIB),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/memory.max": f"{HERE * 2}\n"}, HERE),
+        # Docker with version 1: what is mounted here is the named group itself; it writes a huge number for no limit.
+        ("4:memory:/docker/f00\n3:cpu:/x\n", {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n"}, GIB),
+        ("4:memory:/\n", {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}, HERE),
+        ("3:cpu:/x\n", {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n"}, HERE),
+    ],
+)
+def test_the_least_limit_of_control_groups(tmp_path, groups, limits, expected):
+    assert usable(machine(tmp_path, groups, limits)) == expected
+
+
+def test_it_is_known_without_ray():
+    code = "import sys; from lt2_platform.memory import usable; usable(); print('ray' in sys.modules)"
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=paths)
+    assert answer.stdout == "False\n"
