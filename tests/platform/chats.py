@@ -27,10 +27,12 @@ TEXTS = [
 ]
 
 
-def tokenizer_file(folder: Path, *specials: str, bos: bool = True, pre_tokenizer: Any = BYTES) -> str:
+def tokenizer_file(
+    folder: Path, *specials: str, bos: bool = True, pre_tokenizer: Any = BYTES, normalizer: Any = None
+) -> str:
     """A tokenizer.json with merges across words' and lines' ends, which has these markers as special tokens."""
     made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizer
+    made.pre_tokenizer, made.normalizer = pre_tokenizer, normalizer
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from lt2_platform.data.chat_template import CUT, FILE, add_chat_template
+from lt2_platform.data.chat_template import CUT, FILE, MARK, add_chat_template
 from lt2_platform.data.sources.documents import question
 from lt2_platform.data.tokenize import encode
 from lt2_platform.data.units import encode_documents
@@ -23,12 +23,19 @@ SAID = [
 ]
 
 
-def written(
-    template: str, folder: Path, *, markers: bool, bos: bool, pre_tokenizer: Any = chats.BYTES
-) -> tuple[Any, Any]:
+LLAMA2 = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
+SENTENCEPIECE = {
+    "llama2": {"normalizer": LLAMA2, "pre_tokenizer": None},
+    "metaspace": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first", split=False)},
+    "words": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first")},
+    "always": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="always")},
+}
+
+
+def written(template: str, folder: Path, *, markers: bool, bos: bool, **kind: Any) -> tuple[Any, Any]:
     """(the tokenizer of training, that which transformers loads)."""
     made = chats.MARKERS[template] if markers else ()
-    ours = chats.load_tokenizer(chats.tokenizer_file(folder, *made, bos=bos, pre_tokenizer=pre_tokenizer))
+    ours = chats.load_tokenizer(chats.tokenizer_file(folder, *made, bos=bos, **kind))
     assert add_chat_template(template, ours, folder)
     special = {"eos_token": "</s>"} | ({"bos_token": "<s>"} if bos else {})
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
@@ -38,8 +45,10 @@ def written(
 @pytest.mark.parametrize("template", chats.MARKERS)
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"bos": False}, {"markers": False}, {"pre_tokenizer": pre_tokenizers.ByteLevel()}],
-    ids=["plain", "no-bos", "no-markers", "prefix"],
+    [
+        *({}, {"bos": False}, {"markers": False}, {"pre_tokenizer": pre_tokenizers.ByteLevel()}),
+        *(kind | more for kind in SENTENCEPIECE.values() for more in ({}, {"markers": False}, {"bos": False})),
+    ],
 )
 def test_a_conversation_has_the_token_ids_of_training(tmp_path, template, kind):
     ours, theirs = written(template, tmp_path, **{"markers": True, "bos": True, **kind})
@@ -67,9 +76,10 @@ def test_a_question_has_the_token_ids_of_lt2_generate(tmp_path, template, system
     assert going_on == [*asked, *encode(ours, "So it is", bos=False)]
 
 
-def test_other_text_is_encoded_as_before(tmp_path):
-    ours, theirs = written("plain", tmp_path, markers=True, bos=True)
-    for text in (*chats.TEXTS, "User: hi"):
+@pytest.mark.parametrize("kind", [{}, *SENTENCEPIECE.values()], ids=["plain", *SENTENCEPIECE])
+def test_other_text_is_encoded_as_before(tmp_path, kind):
+    ours, theirs = written("plain", tmp_path, markers=True, bos=True, **kind)
+    for text in (*chats.TEXTS, "User: hi", " hi", "\n", f"{MARK}hi", ""):
         assert theirs.encode(text, add_special_tokens=False) == encode(ours, text, bos=False)
     assert CUT not in theirs.decode(theirs.encode(f"a{CUT}b"))
 
@@ -80,8 +90,8 @@ def test_an_unknown_role_is_refused(tmp_path):
         theirs.apply_chat_template([{"role": "tool", "content": "7"}])
 
 
-def test_a_tokenizer_that_marks_where_a_text_begins_is_left_as_it_is(tmp_path):
-    file = Path(chats.tokenizer_file(tmp_path, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")))
+def test_a_tokenizer_that_drops_the_spaces_around_a_text_is_left_as_it_is(tmp_path):
+    file = Path(chats.tokenizer_file(tmp_path, normalizer=normalizers.Strip()))
     before = file.read_bytes()
     assert not add_chat_template("plain", chats.load_tokenizer(str(file)), tmp_path)
     assert file.read_bytes() == before
