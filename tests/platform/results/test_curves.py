@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -95,3 +97,18 @@ def test_decode_refuses_other_files():
     rows, metadata = decode(encode(table({"a": [(1, 2.0)]}), {"covered": {"w": 3}}), ROWS)
     assert metadata == {"covered": {"w": 3}}
     assert rows.schema == ROWS
+
+
+THREADS = """
+import os
+from lt2_platform.results.curves import ROWS, decode, encode, rows_table
+data = encode(rows_table([(1, 1.0, "loss", 0.5)]))
+before = set(os.listdir("/proc/self/task"))
+assert decode(data, ROWS)[0].num_rows == 1
+print(len(set(os.listdir("/proc/self/task")) - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_reading_leaves_no_thread_that_could_outlive_a_short_command():
+    assert subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True).stdout == "0\n"

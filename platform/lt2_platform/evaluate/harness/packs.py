@@ -25,6 +25,7 @@ from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.answers import check_rows, labelled
 from lt2_platform.evaluate.harness.sources import read_source
 from lt2_platform.evaluate.harness.suites import COLUMNS, UPSTREAM
+from lt2_platform.results.curves import read_parquet
 from lt2_platform.results.store import check_name
 from lt2_platform.storage import Storage
 
@@ -147,9 +148,7 @@ def require(pack: str, tasks: Sequence[str]) -> dict[str, Any]:
 
 def read_split(storage: Storage, task: str, record: Mapping[str, Any], split: str) -> pa.Table:
     """One split's rows. Raises ConfigError if the file is missing or changed, or answers are none of the choices."""
-    data = pa.BufferReader(checked(storage, task, record, split))
-    # Small files: no threads, which now and then outlived a short command and aborted it.
-    table = pq.read_table(data, use_threads=False, pre_buffer=False)
+    table = read_parquet(checked(storage, task, record, split))
     check_rows(task, record["format"], table, f"pack {storage.root}: {record['splits'][split]['file']}")
     return table
 
