@@ -118,6 +118,27 @@ def test_beams_reorder_every_cache():
     assert torch.equal(net.generate(ids, **options), net.generate(ids, use_cache=False, **options))
 
 
+def test_several_continuations_of_each_prompt_have_caches_of_their_own():
+    net = LT2ForCausalLM.of(model(WINDOW_GDN))
+    ids, mask = padded(PROMPTS, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": True, "num_return_sequences": 3}
+    found = []
+    for cached in (True, False):
+        torch.manual_seed(1)
+        found.append(net.generate(ids, use_cache=cached, pad_token_id=7, **options))
+    assert len(found[0]) == 3 * len(PROMPTS)
+    assert torch.equal(*found)
+
+
+def test_one_counted_label_gives_its_own_loss_and_none_gives_nothing():
+    net, x = LT2ForCausalLM.of(model()), tokens(2, 5)
+    labels = torch.full_like(x, -100)
+    assert net(x, labels=labels).loss == 0
+    labels[1, 3] = x[1, 3]
+    out = net(x, labels=labels)
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits[1, 2], x[1, 3]), rtol=1e-11, atol=1e-12)
+
+
 def test_a_manual_loop_with_the_cache_continues_the_sequence():
     net = LT2ForCausalLM.of(model(max_seq_len=32))
     x = tokens(2, 9)

@@ -180,9 +180,12 @@ def test_gradient_checkpointing_changes_nothing_but_memory():
     thrifty = copy.deepcopy(plain)
     thrifty.gradient_checkpointing_enable()
     assert thrifty.is_gradient_checkpointing
-    x = tokens(2, 7)
+    x, runs = tokens(2, 7), {plain: 0, thrifty: 0}
     for net in (plain, thrifty):
+        for block in net.model.blocks:
+            block.mixer_norm.register_forward_hook(lambda *_, net=net: runs.update({net: runs[net] + 1}))
         net(x, labels=x).loss.backward()
+    assert (runs[plain], runs[thrifty]) == (6, 12)  # loops and layers, once more in backward
     for (name, a), b in zip(plain.named_parameters(), thrifty.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=name, **CLOSE)
     thrifty.eval()
