@@ -1,4 +1,4 @@
-"""Training on text that is tokenised meanwhile: a resume goes on in it exactly, with any number of ranks."""
+"""What a rank reads: packed shards to the end, text that is tokenised meanwhile exactly on from any resume."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 
 from lt2.config import ConfigError
-from lt2.train.loop import STOP, PreemptedError
+from lt2.train.loop import STOP, PreemptedError, TrainState
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.train import worker
 from lt2_platform.train.config import Sources
+from lt2_platform.train.feed import Feed
 from tests.platform.data.conftest import no_ray  # noqa: F401
+from tests.platform.train.packed import train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
 from tests.ranks import run_ranks
 
@@ -72,3 +74,12 @@ def test_a_resume_goes_on_exactly_also_with_another_number_of_ranks(root):
     (root / "corpus.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=r"the corpus has changed since it was listed: .* bytes instead of"):
         open_run(root, config(), "two")
+
+
+def test_packed_shards_are_read_for_the_steps_left_and_the_batches_to_be_skipped(tmp_path):
+    asked = []
+    feed = Feed.open(write_dataset(tmp_path / "data"), train_config(steps=6), 1, 2)
+    state = TrainState(step=2, position=24)  # the batch at 0 was skipped before, the next one and another are to be
+    feed.batches(state, None, str(tmp_path), {0, 24, 40}, prefetch=3, reader=lambda dataset, **how: asked.append(how))  # type: ignore[arg-type]
+    place = {"position": 24, "global_batch_size": 8, "rank": 1, "world_size": 2, "seed": 5}
+    assert asked == [{**place, "prefetch": 3, "limit": 6}]
