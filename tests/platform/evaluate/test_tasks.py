@@ -14,7 +14,7 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import PerplexityConfig, TaskConfig, ThroughputConfig
-from lt2_platform.evaluate.tasks import Spent, TaskContext, proportion, run_tasks
+from lt2_platform.evaluate.tasks import Spent, TaskContext, placed, proportion, run_tasks
 from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -216,3 +216,11 @@ def test_checkpoints_are_read_as_saved(tmp_path):
     net = model()
     loaded, _, _ = load_model(save(tmp_path, net))
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), loaded.parameters()))
+
+
+def test_a_vote_costs_as_many_passes_as_it_has_votes():
+    place, row = {"task": "t", "flops_per_token": 2.0}, {"metric": "m", "value": 1.0, "votes": 3}
+    assert placed(row, place) == {**row, "task": "t", "flops_per_token": 6.0}
+    assert placed(row | {"flops_per_token": 5.0}, place)["flops_per_token"] == 5.0  # what says so itself
+    assert placed({"metric": "m", "value": 1.0}, place)["flops_per_token"] == 2.0
+    assert "flops_per_token" not in placed(row, {"task": "t"})

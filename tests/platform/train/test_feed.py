@@ -78,8 +78,13 @@ def test_a_resume_goes_on_exactly_also_with_another_number_of_ranks(root):
 
 def test_packed_shards_are_read_for_the_steps_left_and_the_batches_to_be_skipped(tmp_path):
     asked = []
+
+    def reader(dataset, **how):
+        asked.append(how)
+        return iter(())
+
     feed = Feed.open(write_dataset(tmp_path / "data"), train_config(steps=6), 1, 2)
     state = TrainState(step=2, position=24)  # the batch at 0 was skipped before, the next one and another are to be
-    feed.batches(state, None, str(tmp_path), {0, 24, 40}, prefetch=3, reader=lambda dataset, **how: asked.append(how))
+    feed.batches(state, None, str(tmp_path), {0, 24, 40}, prefetch=3, reader=reader)
     place = {"position": 24, "global_batch_size": 8, "rank": 1, "world_size": 2, "seed": 5}
     assert asked == [{**place, "prefetch": 3, "limit": 6}]
