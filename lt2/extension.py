@@ -118,7 +118,8 @@ def load_source(path: str) -> ModuleType:
 def _load_source(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise ConfigError(f"source {path!r} does not exist; give the path of the Python file that defines it")
+        place = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(f"source {path!r} does not exist{place}; give the path of the Python file that defines it")
     name = "lt2_user_" + "_".join(file.with_suffix("").parts[1:])
     if name in sys.modules:
         return sys.modules[name]

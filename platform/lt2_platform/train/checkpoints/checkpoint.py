@@ -23,9 +23,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
-from lt2.config import ConfigError, ModelConfig
+from lt2.config import ConfigError, ModelConfig, explain
 from lt2.model import LoopedLM
 from lt2.packages import version_of
 from lt2.train.loop import TrainState
@@ -241,7 +242,8 @@ def stored_loss(uri: str) -> float | None:
 
 
 def read_info(uri: str) -> CheckpointInfo:
-    """The checkpoint's description. Raises CheckpointError when it is missing, incomplete or of a newer schema."""
+    """The checkpoint's description. Raises CheckpointError when it is missing, incomplete or of a newer schema, and
+    ConfigError for a mixer whose file is not there or has other fields now."""
     storage = Storage(uri)
     if not storage.exists(COMPLETE):
         raise CheckpointError(f"{uri}: no complete checkpoint here; give a folder named step-… with a {COMPLETE} file")
@@ -253,7 +255,10 @@ def read_info(uri: str) -> CheckpointInfo:
         raise CheckpointError(
             f"{uri}: checkpoint schema {info.get('schema_version')!r}; this LT2 reads schema {SCHEMA_VERSION}"
         )
-    model = ModelConfig.model_validate(info["model"])
+    try:
+        model = ModelConfig.model_validate(info["model"])
+    except ValidationError as error:
+        raise ConfigError(explain(error, uri)) from None
     state, made_from = TrainState(**info["state"]), (info.get("data"), info.get("sources", {}))
     return CheckpointInfo(storage.root, model, info["tokenizer"], info["train"], state, *made_from)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from lt2.config import ConfigError
 from lt2.model import build
 from lt2.train import parallel
 from lt2.train.loop import Batch, TrainState
@@ -244,6 +245,18 @@ def test_a_newer_schema_is_refused_by_name(tmp_path):
     info = Path(save(tmp_path, model, optimizer), "checkpoint.json")
     info.write_text(json.dumps(json.loads(info.read_text()) | {"schema_version": 2}))
     with pytest.raises(checkpoint.CheckpointError, match="checkpoint schema 2; this LT2 reads schema 1"):
+        checkpoint.read_info(str(info.parent))
+
+
+def test_a_mixer_whose_file_is_not_there_is_named(tmp_path):
+    model, optimizer = trained()
+    info = Path(save(tmp_path, model, optimizer), "checkpoint.json")
+    record = json.loads(info.read_text())
+    record["model"]["layout"] = {"type": "uniform", "mixer": {"type": "mine", "source": "mine.py"}}
+    info.write_text(json.dumps(record))
+    with pytest.raises(
+        ConfigError, match=rf"^{info.parent}: layout.*mixer: source 'mine.py' does not exist in {Path.cwd()}; "
+    ):
         checkpoint.read_info(str(info.parent))
 
 
