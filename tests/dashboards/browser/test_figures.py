@@ -114,6 +114,12 @@ def test_the_names_of_axes_are_inside_the_chart(browser, tmp_path):
             assert len({grid["left"] for grid in option(page)["grid"]}) == places
 
 
+def test_a_control_that_is_left_empty_says_what_that_means(page, site):
+    page.goto(f"{site.address}/figures/distillation")
+    empty = {name: page.locator(f"input[name={name}]").get_attribute("placeholder") for name in ("teacher", "runs")}
+    assert empty == {"teacher": "automatic", "runs": "all"}
+
+
 def test_a_figure_that_cannot_be_drawn_says_so_where_one_looks(page, site):
     page.goto(f"{site.address}/figures/curves?runs=nope")
     page.locator(".canvas .notice.error", has_text="no run 'nope'").wait_for()

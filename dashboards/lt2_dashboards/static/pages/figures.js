@@ -75,7 +75,7 @@ function control({ name, kind, choices, default: usual }) {
   const change = (event) => setParams({ [name]: event.target.type === "checkbox" ? event.target.checked : event.target.value.trim() });
   if (kind === "switch") return h("input", { type: "checkbox", checked: now === "1", onchange: change });
   if (kind === "choice") return h("select", { onchange: change }, choices.map((choice) => h("option", { value: choice, selected: choice === (now ?? usual) }, choice)));
-  return h("input", { value: now ?? "", placeholder: String(usual ?? "") || "all", name, spellcheck: "false", onchange: change });
+  return h("input", { value: now ?? "", placeholder: String(usual ?? "") || (name === "runs" || name === "q" ? "all" : "automatic"), name, spellcheck: "false", onchange: change });
 }
 
 // Ticks in a list are easier than names typed with commas; both say the same in the address.
