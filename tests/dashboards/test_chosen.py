@@ -85,6 +85,18 @@ def test_runs_on_other_data_are_no_repeats_and_their_scale_is_told(store):
     assert not any("different data" in note for note in figure(store, q="fingerprint=x").notes)
 
 
+def test_what_sweeps_recorded_of_the_cost_stands_beside_the_result(store):
+    for seed, run in enumerate("abc"):
+        add(store, run, seed=seed, loss=2.0)
+    assert "training FLOPs" not in figure(store).columns
+    for run, flops in (("a", 1e15), ("b", 3e15)):
+        store.log_eval(run, "sweep", [{"task": "sweep-1", "metric": "training_flops", "value": flops}])
+    found = figure(store)
+    (row,) = found.rows
+    assert dict(zip(found.columns, row, strict=True))["training FLOPs"] == 2e15
+    assert found.option["series"][-1]["data"]
+
+
 def test_a_best_configuration_of_one_run_is_told(store):
     alone = "The best has one run only, so nothing is known of how sure that is: give it another seed."
     add(store, "a", loss=2.0, data="y")

@@ -19,7 +19,7 @@ from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.results.tables import flatten, objective_of, unit_of
-from lt2_workflows.console import duration
+from lt2_workflows.console import amount, duration
 from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
 from lt2_workflows.report_pages import Folded, Part, Plot, Printed, Section, Table, as_html, as_markdown, cell
@@ -230,7 +230,7 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
     rows, with_paper = ablations.summarize(trials, sweep["paper"]), sweep["paper"] is not None
     labels = [" ".join((row["group"], row["label"])).strip() for row in rows]
     yield sweep["title"] + "."
-    columns = ["group", "configuration", "seeds", "stopped early", "failed", "parameters"]
+    columns = ["group", "configuration", "seeds", "stopped early", "failed", "parameters", "training FLOPs"]
     columns += [
         name
         for score in ablations.SCORES
@@ -247,7 +247,7 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
                 *([row[f"{score}_paper"]] if with_paper else []),
             )
         ]
-        counts = [row["n"], row["stopped"], row["failed"], row["parameters"]]
+        counts = [row["n"], row["stopped"], row["failed"], row["parameters"], _amount(row[ablations.FLOPS])]
         lines.append([row["group"], row["label"], *counts, *scores])
     yield _without_empty(Table(columns, lines))
     if any(row[f"{score}_p"] is not None for row in rows for score in ablations.SCORES):
@@ -268,6 +268,10 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
                 yield Plot(dot_chart(labels, [Dots(who, values, errors, who == "paper")], y=unit), f"{unit}, {who}")
     runs = {trial["name"]: trial["run"] for trial in sweep["trials"] if trial["run"]}
     yield from curve_parts(store, runs)
+
+
+def _amount(value: float | None) -> str:
+    return "" if value is None else amount(value)
 
 
 def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:

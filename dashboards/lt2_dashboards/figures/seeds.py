@@ -11,18 +11,20 @@ from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.series import points, whiskers
 from lt2_dashboards.figures.sweep import MAX_AXES, settings_of, short_names
 from lt2_dashboards.queries import Snapshot, Source
+from lt2_platform.evaluate.ablations import FLOPS
 from lt2_platform.evaluate.student import mean_std, welch
 
 DRAWN = 20  # configurations, the best ones: labels of more would lie on each other
 LOWER_IS_BETTER = re.compile(
-    r"loss|ppl|perplexity|kl|^ce$|grad_norm|_time|wait|stall|bytes|memory|spikes", re.IGNORECASE
+    r"loss|ppl|perplexity|kl|^ce$|grad_norm|_time|wait|stall|bytes|memory|spikes|flops", re.IGNORECASE
 )
 
 
 def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     """A result by configuration, best first: mean and standard deviation over seeds, and the p-value against the best.
 
-    Runs are of one configuration if they differ in their seeds only. `q` filters runs as in the runs table, `metric` is
+    Runs are of one configuration if they differ in their seeds only. What sweeps recorded of their training FLOPs is
+    beside it. `q` filters runs as in the runs table, `metric` is
     a logged metric's last value or an evaluation (name/task/metric), by default what `chosen.RESULTS` says.
     """
     found, snapshot = choose(source, q, metric), source.snapshot()
@@ -34,13 +36,16 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     settings = settings_of(snapshot, [run for run, _ in runs], keys)
     sign = 1 if LOWER_IS_BETTER.search(metric) else -1
     groups = sorted(_groups(snapshot, runs).values(), key=lambda group: sign * (mean_std(_values(group))[0] or 0.0))
+    spent = _spent(snapshot, [run for run, _ in runs])
     rows: list[list[Any]] = []
     for group in groups:
         shown = [settings[group[0][0]].get(key, ("not set", None))[0] for key in keys]
         mean, deviation = mean_std(_values(group))
         p_value = welch(_values(groups[0]), _values(group)) if group is not groups[0] else None
-        rows.append([*shown, len(group), mean, deviation, p_value, ", ".join(run for run, _ in group)])
-    columns = [*keys, "runs", metric, "standard deviation", "p against the best", "names"]
+        cost = [mean_std([spent[run] for run, _ in group if run in spent])[0]] if spent else []
+        rows.append([*shown, len(group), mean, deviation, p_value, *cost, ", ".join(run for run, _ in group)])
+    cost = ["training FLOPs"] if spent else []
+    columns = [*keys, "runs", metric, "standard deviation", "p against the best", *cost, "names"]
     better = "lowest" if sign > 0 else "highest"
     notes = [
         *found.notes,
@@ -67,6 +72,15 @@ def _groups(snapshot: Snapshot, runs: list[tuple[str, float]]) -> dict[str, list
     return groups
 
 
+def _spent(snapshot: Snapshot, runs: list[str]) -> dict[str, float]:
+    """By run the training FLOPs that its sweep has recorded of it."""
+    found = snapshot.query(
+        "SELECT run, max(value) FROM evals WHERE name = 'sweep' AND metric = ? AND list_contains(?, run) GROUP BY run",
+        [FLOPS, runs],
+    )
+    return dict(found)
+
+
 def _values(group: list[tuple[str, float]]) -> list[float]:
     return [value for _, value in group]
 
@@ -80,7 +94,7 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
         label = label or "all settings"
         labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
     data, ends = [], []
-    for label, (n, mean, deviation, p_value, _) in zip(labels, (row[len(keys) :] for row in rows)):
+    for label, (n, mean, deviation, p_value, *_) in zip(labels, (row[len(keys) :] for row in rows)):
         told = [f"{n} run" + "s" * (n > 1)]
         if deviation is not None:
             told.append(f"± {deviation:.3g}")

@@ -14,6 +14,7 @@ from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, TASK_LABELS, aver
 from lt2_platform.evaluate.student import mean_std, welch
 
 SCORES = ("PPL", "Avg")
+FLOPS = "training_flops"  # of all that a trial has trained
 P_MEANS = (
     "p is that of Welch's t-test against the best configuration, over seeds; among many, one is the best by chance."
 )
@@ -92,11 +93,11 @@ def paper_table(name: str) -> PaperTable:
 def summarize(trials: Sequence[Mapping[str, Any]], paper: str | None) -> list[dict[str, Any]]:
     """One row per configuration, in the order of the trials.
 
-    trials: {"label", "group", "seed", "state", "metrics": {"task/metric": value}, "parameters"}.
-    Returns rows {group, label, n, stopped, failed, parameters, PPL, PPL_std, PPL_paper, PPL_p, Avg, …, metrics}: means
-    over the seeds that finished (n; the scheduler stopped `stopped` others), their sample standard deviation (None
-    below two) and the p-value against the best row (see P_MEANS; None of the best itself). PPL is the perplexity on
-    held-out text, Avg the mean of the paper's eight tasks in percent, where all eight were evaluated.
+    trials: {"label", "group", "seed", "state", "metrics": {"task/metric": value}, "parameters", "training_flops"}.
+    Returns rows {group, label, n, stopped, failed, parameters, training_flops, PPL, PPL_std, PPL_paper, PPL_p, Avg, …,
+    metrics}: means over the seeds that finished (n; the scheduler stopped `stopped` others), their sample standard
+    deviation (None below two) and the p-value against the best row (see P_MEANS; None of the best itself). PPL is the
+    perplexity on held-out text, Avg the mean of the paper's eight tasks in percent, where all eight were evaluated.
     """
     reference = paper_table(paper).rows if paper else {}
     by_row: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -123,6 +124,7 @@ def _row(key: tuple[str, str], trials: list[Mapping[str, Any]], paper: tuple[flo
     failed = len(trials) - len(done) - stopped
     row: dict[str, Any] = {"group": key[0], "label": key[1], "n": len(done), "stopped": stopped, "failed": failed}
     row["parameters"] = next((trial["parameters"] for trial in trials if trial.get("parameters")), None)
+    row[FLOPS], _ = mean_std([trial[FLOPS] for trial in done if trial.get(FLOPS)])
     for index, name in enumerate(SCORES):
         mean, spread = mean_std(_scores(done, name))
         row |= {name: mean, f"{name}_std": spread, f"{name}_paper": paper[index] if paper else None}

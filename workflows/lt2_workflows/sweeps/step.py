@@ -174,6 +174,7 @@ def run_trials(
 
         tune_trials(config, jobs, context, folder)
     records = [context.storage.read_json(f"{folder}/{trial.name}.json") for trial in config.expanded]
+    records = with_flops(records, context)
     log_to_runs(records, context)
     return records
 
@@ -191,6 +192,16 @@ def take_over(config: SweepStep, context: StepContext) -> None:
 # The table
 
 
+def with_flops(records: Sequence[Mapping[str, Any]], context: StepContext) -> list[dict[str, Any]]:
+    """The records with "training_flops" of all that a trial has trained (see `lt2_platform.results.flops`), or None."""
+    from lt2_platform.results.flops import spent
+    from lt2_platform.results.store import ResultsStore
+
+    runs = ResultsStore(context.storage).index().runs
+    trained = ([runs[step] for step in record.get("steps", {}).values() if step in runs] for record in records)
+    return [{**record, "training_flops": spent(each)} for record, each in zip(records, trained, strict=True)]
+
+
 def log_to_runs(records: Sequence[Mapping[str, Any]], context: StepContext) -> None:
     """Add each trial's headline numbers to its run as evaluation "sweep", task <the step's id>.
 
@@ -204,6 +215,8 @@ def log_to_runs(records: Sequence[Mapping[str, Any]], context: StepContext) -> N
         if record["run"] is None or record["run"] in known:
             continue
         numbers = ablations.headline(record["metrics"]) or dict(list(record["metrics"].items())[:8])
+        if record.get("training_flops"):
+            numbers[ablations.FLOPS] = record["training_flops"]
         place = {"task": context.step.id} | {key: record[key] for key in ("label", "group", "seed")}
         rows = [{**place, "metric": name, "value": value} for name, value in numbers.items()]
         store.log_eval(record["run"], "sweep", rows)
@@ -230,6 +243,7 @@ def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepC
 def _shown(row: Mapping[str, Any], with_paper: bool) -> dict[str, Any]:
     line = {"group": row["group"], "configuration": row["label"]}
     line["parameters"] = amount(row["parameters"]) if row["parameters"] else ""
+    line["training FLOPs"] = amount(row[ablations.FLOPS]) if row[ablations.FLOPS] else ""
     line |= {"seeds": row["n"], "stopped early": row["stopped"] or "", "failed": row["failed"] or ""}
     for name in ablations.SCORES:
         line[name] = ablations.plus_minus(row[name], row[f"{name}_std"])

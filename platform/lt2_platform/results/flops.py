@@ -1,0 +1,51 @@
+"""What runs have spent, from what the store knows of them: training FLOPs, 3 × forward.
+
+Neither teachers nor recomputation count, as in MFU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from pydantic import ValidationError
+
+from lt2.config import ConfigError, ModelConfig, explain
+from lt2_platform.results.tables import RunInfo
+
+
+def spent(runs: Iterable[RunInfo]) -> float | None:
+    """Training FLOPs of some runs together, those of no tokens aside; None where nothing tells them, or not of all."""
+    trained = [(run, *run.last["tokens"]) for run in runs if run.last.get("tokens", (0, 0))[0] > 0]
+    each = [flops_per_token(run.config, step, tokens) for run, step, tokens in trained]
+    known = [per_token * tokens for per_token, (_, _, tokens) in zip(each, trained) if not isinstance(per_token, str)]
+    return sum(known) if known and len(known) == len(each) else None
+
+
+def flops_per_token(config: Mapping[str, Any], step: int, tokens: float) -> float | str:
+    """Of a run by its settings, with the rows of which it had read so many tokens at a step; or why they are unknown.
+
+    The first call takes some seconds: it loads torch.
+    """
+    train = config.get("train")
+    batch = train.get("global_batch_size") if isinstance(train, Mapping) else None
+    if not isinstance(batch, int) or batch < 1:
+        return "its settings say no train.global_batch_size"
+    seq_len = max(1, round(tokens / (step * batch)))
+    return _of_model(json.dumps(config.get("model"), sort_keys=True), seq_len)
+
+
+@lru_cache(maxsize=256)
+def _of_model(model: str, seq_len: int) -> float | str:
+    """Of a model by its settings as JSON."""
+    from lt2.analysis.accounting import training_flops  # brings torch, which readers of results do without
+
+    given: dict[str, Any] = json.loads(model) or {}
+    fields = {key: value for key, value in given.items() if key in ModelConfig.model_fields and value is not None}
+    try:
+        return training_flops(ModelConfig.model_validate(fields), seq_len)
+    except (ValidationError, ConfigError, TypeError) as error:  # e.g. a mixer that this process does not know
+        text = explain(error, "settings") if isinstance(error, ValidationError) else str(error)
+        return f"its model cannot be counted: {text.splitlines()[0][:200]}"

@@ -1,0 +1,71 @@
+"""What configurations of a sweep have cost, beside their results."""
+
+from __future__ import annotations
+
+import pytest
+
+from lt2.analysis.accounting import training_flops
+from lt2.config import ModelConfig
+from lt2_platform.results.flops import spent
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.storage import Storage
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.graph import Workflow
+from lt2_workflows.loading import load_workflow
+from lt2_workflows.sweeps.config import SweepStep
+from lt2_workflows.sweeps.step import log_to_runs, with_flops, write_table
+from tests.platform.evaluate.tiny import MODEL
+from tests.workflows.conftest import FAKE_STEPS
+
+BATCH, SEQ_LEN = 4, 32
+
+
+def trained(store: ResultsStore, run: str, *, steps: int, **model: object) -> float:
+    """Record a run of a model of tiny sizes; returns the training FLOPs of its tokens."""
+    config = {"model": MODEL | {"vocab_size": 259} | model, "train": {"global_batch_size": BATCH, "steps": steps}}
+    tokens = steps * BATCH * SEQ_LEN
+    with store.create_run(run, {"config": config}) as writer:
+        writer.log(steps, {"loss": 2.0, "tokens": tokens})
+    return tokens * training_flops(ModelConfig.model_validate(config["model"]), SEQ_LEN)
+
+
+@pytest.fixture
+def store(tmp_path) -> ResultsStore:
+    return ResultsStore(Storage(str(tmp_path)))
+
+
+def test_what_runs_have_spent(store):
+    flops = trained(store, "a", steps=10)
+    assert trained(store, "b", steps=5, n_loops=4) > flops / 2
+    store.create_run("evaluated", {"config": {}}).close()
+    runs = store.index().runs
+    assert spent([runs["a"], runs["evaluated"]]) == pytest.approx(flops)
+    assert spent(runs.values()) > flops
+    assert spent([]) is spent([runs["evaluated"]]) is None
+    with store.create_run("unknown", {"config": {"model": {"layout": {"type": "mine"}}}}) as writer:
+        writer.log(1, {"tokens": 5})
+    assert spent(store.index().runs.values()) is None  # half of it would look like all
+
+
+def test_the_table_has_what_a_configuration_cost(store):
+    sweep = SweepStep(steps=load_workflow(f"{FAKE_STEPS}:chain").record()["steps"], grid={"first.lines": (1, 2)})
+    workflow = Workflow("w", {"sweep": sweep})
+    context = StepContext(store.storage, workflow, workflow.steps["sweep"], lambda values: None)
+    first, second = trained(store, "stage-1", steps=4), trained(store, "stage-2", steps=6)
+    records = [
+        {"name": label, "group": "", "label": label, "seed": None, "state": "done", "parameters": None, "run": run,
+         "steps": {"prepare": "prepare-1", **steps}, "metrics": {"perplexity/perplexity": 3.0}}
+        for label, run, steps in (
+            ("stages", "stage-2", {"one": "stage-1", "two": "stage-2"}), ("elsewhere", None, {"one": "gone"}),
+        )
+    ]  # fmt: skip
+    records = with_flops(records, context)
+    assert [record["training_flops"] for record in records] == [pytest.approx(first + second), None]
+    log_to_runs(records, context)
+    logged = {row["metric"]: row["value"] for run, name, row in store.index().evals if name == "sweep"}
+    assert logged == {"PPL": 3.0, "training_flops": first + second}
+    table = write_table(sweep, records, context)["text"]
+    assert "training FLOPs" in table
+    assert "training_flops" in store.storage.read_bytes(f"{context.step.folder}/out/table.csv").decode()
+    older = [{key: value for key, value in record.items() if key != "training_flops"} for record in records]
+    assert "training FLOPs" not in write_table(sweep, older, context)["text"]
