@@ -17,10 +17,17 @@ from lt2_platform.results.tables import RunInfo
 
 
 def spent(runs: Iterable[RunInfo]) -> float | None:
-    """Training FLOPs of some runs together, those of no tokens aside; None where nothing tells them, or not of all."""
+    """Training FLOPs of some runs together, those of no tokens aside; None where nothing tells them, or not of all.
+
+    A run that goes on from another one counts from there.
+    """
     trained = [(run, *run.last["tokens"]) for run in runs if run.last.get("tokens", (0, 0))[0] > 0]
     each = [flops_per_token(run.config, step, tokens) for run, step, tokens in trained]
-    known = [per_token * tokens for per_token, (_, _, tokens) in zip(each, trained) if not isinstance(per_token, str)]
+    known = [
+        per_token * (tokens - run.info.get("tokens_before", 0))
+        for per_token, (run, _, tokens) in zip(each, trained)
+        if not isinstance(per_token, str)
+    ]
     return sum(known) if known and len(known) == len(each) else None
 
 
@@ -33,7 +40,10 @@ def flops_per_token(config: Mapping[str, Any], step: int, tokens: float) -> floa
     batch = train.get("global_batch_size") if isinstance(train, Mapping) else None
     if not isinstance(batch, int) or batch < 1:
         return "its settings say no train.global_batch_size"
-    seq_len = max(1, round(tokens / (step * batch)))
+    data = config.get("data")
+    seq_len = data.get("seq_len") if isinstance(data, Mapping) else None
+    if not isinstance(seq_len, int):  # of before runs said it
+        seq_len = max(1, round(tokens / (step * batch)))
     return _of_model(json.dumps(config.get("model"), sort_keys=True), seq_len)
 
 

@@ -115,10 +115,12 @@ def _with_origin(info: dict[str, Any], manifest: dict[str, Any], models: dict[st
     if fingerprint := manifest.get("fingerprint"):
         data["fingerprint"] = fingerprint[:12]
     source = (manifest.get("config") or {}).get("source")
-    found = {name: lineage(checkpoint.read_info(checkpoint.resolve(place))) for name, place in models.items()}
-    config = {"data": data} | ({"sources": found} if found else {})
-    places = {"models": models} if models else {}
-    return {**info, "source": source, **places, "config": {**config, **info.get("config", {})}}
+    found = {name: checkpoint.read_info(checkpoint.resolve(place)) for name, place in models.items()}
+    config = {"data": data} | ({"sources": {name: lineage(each) for name, each in found.items()}} if found else {})
+    more: dict[str, Any] = {"models": models} if models else {}
+    if "continue_from" in found:
+        more["tokens_before"] = found["continue_from"].state.tokens
+    return {**info, "source": source, **more, "config": {**config, **info.get("config", {})}}
 
 
 def _as_of_now(record: dict[str, Any]) -> dict[str, Any]:

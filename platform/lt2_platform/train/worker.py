@@ -157,12 +157,12 @@ def _train(
         config,
         tokenizer,
         _tokenizer_files(spec.data),
-        dataset.manifest.get("fingerprint"),
-        spec.info.get("config", {}).get("sources", {}),
         report,
         validation_losses=lambda: evaluator.last,
         flush=logger.writer.flush if logger else lambda: None,
         data_files=feed.files,
+        data=dataset.manifest.get("fingerprint"),
+        sources=spec.info.get("config", {}).get("sources", {}),
         pinned=lambda: set(wanted(spec.out, spec.evaluate_every)) if spec.evaluate_every else set(),
     )
     observer = Observer.build(model, config, dataset.seq_len, device)

@@ -16,7 +16,7 @@ from lt2_platform.train import worker
 from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.checkpoints.matching import check_continues, lineage
 from lt2_platform.train.config import Sources
-from tests.platform.train.packed import TOKENIZER, checkpoints, model_config, train_config, write_dataset
+from tests.platform.train.packed import SEQ_LEN, TOKENIZER, checkpoints, model_config, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
 
 COOL = {"type": "wsd", "decay_steps": 3}
@@ -81,9 +81,9 @@ def test_what_cannot_go_on_is_refused_before_anything_is_written(root):
 
 def test_repeats_come_from_repeats(root, tmp_path):
     run = ResultsStore(Storage(str(root))).run("branch")
-    config = run.config
+    config, info = run.config, checkpoint.read_info(checkpoint.resolve(str(root / "trunk")))
+    assert run.info["tokens_before"] == info.state.tokens == 4 * 8 * SEQ_LEN
     assert run.info["models"] == {"continue_from": str(root / "trunk")}
-    info = checkpoint.read_info(checkpoint.resolve(str(root / "trunk")))
     assert config["sources"] == {"continue_from": lineage(info)}
     assert checkpoint.read_info(checkpoint.resolve(str(root / "branch"))).sources == config["sources"]
     assert "sources" not in ResultsStore(Storage(str(root))).run("trunk").config

@@ -41,6 +41,13 @@ def test_what_runs_have_spent(store):
     runs = store.index().runs
     assert spent([runs["a"], runs["evaluated"]]) == pytest.approx(flops)
     assert spent(runs.values()) > flops
+    config = dict(runs["a"].config) | {
+        "data": {"seq_len": SEQ_LEN}
+    }  # else from tokens, of which a mask leaves some out
+    with store.create_run("on", {"config": config, "tokens_before": 100}) as writer:
+        writer.log(12, {"tokens": 120})
+    runs = store.index().runs
+    assert spent([runs["on"]]) == pytest.approx(flops * 20 / (10 * BATCH * SEQ_LEN))
     assert spent([]) is spent([runs["evaluated"]]) is None
     with store.create_run("unknown", {"config": {"model": {"layout": {"type": "mine"}}}}) as writer:
         writer.log(1, {"tokens": 5})

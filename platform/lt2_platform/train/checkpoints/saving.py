@@ -38,8 +38,8 @@ class Saver:
     When storage refuses (full disk, S3 away), training goes on and the save is tried again at the steps that are
     logged, after 1, 2, 4, … at most 60 seconds; `settle` waits for it. After `train.save_patience_s` of refusals
     StorageRefusedError is raised. All methods are collective. flush: writes the metrics, on rank 0. data_files: what
-    the data needs to go on from a state, by name; collective. As a context it ends with no thread at work. stalled_s:
-    seconds that the loop has been kept waiting since `take_stalled`.
+    the data needs to go on from a state, by name; collective. data, sources: as of CheckpointInfo. As a context it ends
+    with no thread at work. stalled_s: seconds that the loop has been kept waiting since `take_stalled`.
     """
 
     folder: str
@@ -47,13 +47,13 @@ class Saver:
     config: TrainConfig
     tokenizer: dict[str, Any]
     tokenizer_files: dict[str, bytes]
-    data: str | None
-    sources: dict[str, str]
     report: Callable[[dict[str, Any]], None] | None
     validation_losses: Callable[[], dict[int, float]]
     flush: Callable[[], None]
     pinned: Callable[[], set[str]] = set
     data_files: Callable[[TrainState], dict[str, bytes]] = lambda state: {}
+    data: str | None = None
+    sources: dict[str, str] = field(default_factory=dict)
     reported: float = -math.inf
     saved: int = -1
     refused_since: float | None = None
