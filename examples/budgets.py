@@ -1,7 +1,7 @@
 """A recipe: one training at a constant rate, and models of several budgets that cool down from it.
 
     lt2 run examples/budgets.py:budgets
-    lt2 results '*-cool*' --metric 'validation*'
+    lt2 results budgets --metric 'validation*'
 
 Models of 120, 240 and 480 steps take 440 + 3 x 40 steps in all, not 840.
 """
