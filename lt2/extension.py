@@ -64,13 +64,19 @@ class Extension(Config):
 
     @classmethod
     def read(cls, value: Any) -> Any:
-        """The config of the kind that a dict's `type` names; anything but a dict is returned as it is."""
+        """The config of the kind that a dict's `type` names; anything but a dict is returned as it is.
+
+        With a `source` it is that file's, also where another file has a kind of this name.
+        """
         if not isinstance(value, dict):
             return value
-        if value.get("source"):
-            load_source(value["source"])
         name = value.get("type")
-        if name not in cls.kinds:
+        own = vars(load_source(value["source"])).values() if value.get("source") else ()
+        kinds = cls.kinds | {
+            each.model_fields["type"].default: each for each in own if isinstance(each, type) and issubclass(each, cls)
+        }
+        kind = kinds.get(name) if isinstance(name, str) else None
+        if kind is None:
             near = get_close_matches(str(name), cls.kinds, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if value.get("source"):
@@ -79,7 +85,7 @@ class Extension(Config):
                 own = "one of your own also needs its file, as source"
             known = ", ".join(sorted(cls.kinds))
             raise ValueError(f"unknown {cls.noun} type {name!r}{hint} (known: {known}; {own})")
-        found = cls.kinds[name].model_validate(value)
+        found = kind.model_validate(value)
         if value.get("source") and hasattr(found, "module"):
             found.implementation()  # a wrong name shows here, not in a worker hours later
         return found

@@ -6,11 +6,13 @@ import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from lt2.config import ConfigError, Dims, MixerConfig, ModelConfig, explain, load_source
+from lt2.layout import layout as layout_of
 
 MODEL = {"vocab_size": 61, "dim": 32, "n_layers": 2, "n_loops": 2, "num_heads": 2}
 
@@ -107,6 +109,20 @@ def test_a_users_mixer_cannot_take_a_shipped_type():
 
         class Mine(MixerConfig):
             type: str = "gdn"
+
+
+def test_two_files_may_have_a_type_of_the_same_name(tmp_path):
+    shipped = (Path(__file__).parents[3] / "examples" / "deltaproduct.py").read_text()
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(shipped)
+
+    def mixer(name):
+        layout = {"type": "uniform", "mixer": {"type": "deltaproduct", "source": str(tmp_path / f"{name}.py")}}
+        fields = {"vocab_size": 8, "dim": 8, "n_layers": 1, "num_heads": 1, "layout": layout}
+        (spec,) = {spec for row in layout_of(ModelConfig.model_validate(fields)) for spec in row}
+        return spec.implementation().__module__.rpartition("_")[2]
+
+    assert [mixer(name) for name in ("first", "second", "first")] == ["first", "second", "first"]
 
 
 def test_configs_need_no_torch():

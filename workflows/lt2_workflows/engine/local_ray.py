@@ -48,8 +48,9 @@ def ray_head(num_cpus: int, *, log_to_driver: bool = False) -> Iterator[dict[str
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
+    ours = {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
         import ray
 
@@ -61,6 +62,13 @@ def ray_head(num_cpus: int, *, log_to_driver: bool = False) -> Iterator[dict[str
         finally:
             _stop()
     finally:
+        for name, value in before.items():  # whoever starts another Ray in this process has no such token
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        if ours and "ray._raylet" in sys.modules:
+            _read_token_again()
         shutil.rmtree(folder, ignore_errors=True)
 
 
