@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from lt2_platform import memory
-from lt2_platform.cores import usable
 from lt2_platform.doctor.finding import Finding
+from lt2_platform.machine import memory
+from lt2_platform.machine.cores import usable
 
 PART = "machine"
 GIB = 2**30

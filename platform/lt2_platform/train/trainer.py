@@ -23,10 +23,10 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 
 from lt2.config import ConfigError
 from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
-from lt2_platform.cores import share
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.fence import FENCE
+from lt2_platform.machine.cores import share
 from lt2_platform.signals import kept
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS, patiently

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from lt2.config import ConfigError
 from lt2.generate import generate
-from lt2_platform import memory
 from lt2_platform.data.sources.documents import Piece, end_of_answer, question, text_of
 from lt2_platform.data.tokenize import ByteTokenizer, describe, encode, load_tokenizer
+from lt2_platform.machine import memory
 from lt2_workflows.cli import app
 from lt2_workflows.commands.generate import Shown
 from tests.platform.evaluate.tiny import model, save

@@ -89,9 +89,9 @@ def look(storage: Storage, *, run_kernels: bool, mixers: list[str]) -> Iterator[
 
 
 def ray_works(storage: Storage) -> Iterator[Finding]:
-    from lt2_platform.cores import usable
     from lt2_platform.doctor import cluster
     from lt2_platform.doctor.finding import Finding
+    from lt2_platform.machine.cores import usable
     from lt2_workflows.engine.local_ray import NoRayError, connect, leave_ray, ray_head, unanswered
 
     address = os.environ.get("RAY_ADDRESS")

@@ -107,7 +107,7 @@ def memory_bytes(device: str) -> int:
     """What the device has in all that this process may use: "cuda" or "cpu"."""
     import torch
 
-    from lt2_platform import memory
+    from lt2_platform.machine import memory
 
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory

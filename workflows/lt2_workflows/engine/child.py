@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from lt2_platform.cores import share
+from lt2_platform.machine.cores import share
 from lt2_workflows.engine.attempt import AT_ONCE, FAILED, INFRASTRUCTURE
 from lt2_workflows.engine.local_ray import unanswered
 from lt2_workflows.graph import Step

@@ -1,4 +1,4 @@
-"""How many steps of a workflow may run side by side, and so share this machine's cores (lt2_platform.cores)."""
+"""How many steps of a workflow may run side by side, and so share this machine's cores (lt2_platform.machine.cores)."""
 
 from __future__ import annotations
 

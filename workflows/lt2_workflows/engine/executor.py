@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lt2.config import ConfigError
-from lt2_platform.cores import usable
+from lt2_platform.machine.cores import usable
 from lt2_platform.storage_errors import patiently
 from lt2_workflows.engine.attempt import BAD_INPUT, BUSY, DONE, INFRASTRUCTURE, INTERRUPTED, StepContext
 from lt2_workflows.engine.child import run_child

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lt2_platform.cores import usable
+from lt2_platform.machine.cores import usable
 from lt2_platform.signals import kept
 from lt2_platform.step_records import died_here, this_process
 from lt2_platform.wording import one_line

@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
-from lt2_platform.cores import share
 from lt2_platform.evaluate import ablations
 from lt2_platform.json_values import finite
+from lt2_platform.machine.cores import share
 from lt2_platform.storage import Storage
 from lt2_platform.train.stopping import conveyed
 from lt2_workflows.console import amount, table

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lt2_platform import control_groups
+from lt2_platform.machine import control_groups
 
 
 def share(environment: Mapping[str, str], among: int) -> dict[str, str]:

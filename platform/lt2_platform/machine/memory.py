@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lt2_platform import control_groups
+from lt2_platform.machine import control_groups
 
 
 def usable(root: Path = Path("/")) -> int:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from lt2_platform.memory import usable
-from tests.platform.test_cores import machine
+from lt2_platform.machine.memory import usable
+from tests.platform.machine.test_cores import machine
 
 GIB = 2**30
 HERE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -32,7 +32,7 @@ def test_the_least_limit_of_control_groups(tmp_path, groups, limits, expected):
 
 
 def test_it_is_known_without_ray():
-    code = "import sys; from lt2_platform.memory import usable; usable(); print('ray' in sys.modules)"
+    code = "import sys; from lt2_platform.machine.memory import usable; usable(); print('ray' in sys.modules)"
     paths = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=paths)
     assert answer.stdout == "False\n"

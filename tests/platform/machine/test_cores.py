@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lt2_platform import cores
-from lt2_platform.cores import quota, share, usable
+from lt2_platform.machine import cores
+from lt2_platform.machine.cores import quota, share, usable
 
 
 def test_shares_of_the_cores(monkeypatch):
@@ -24,7 +24,9 @@ def test_shares_of_the_cores(monkeypatch):
 
 def test_a_process_held_to_one_core_uses_one():
     one = min(os.sched_getaffinity(0))
-    hold = f"import os; os.sched_setaffinity(0, {{{one}}}); from lt2_platform.cores import usable; print(usable())"
+    hold = (
+        f"import os; os.sched_setaffinity(0, {{{one}}}); from lt2_platform.machine.cores import usable; print(usable())"
+    )
     answer = subprocess.run([sys.executable, "-c", hold], capture_output=True, text=True, check=True, env=_paths())
     assert answer.stdout == "1\n"
 
