@@ -20,8 +20,8 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 
 from lt2.config import ConfigError
 from lt2.train.loop import NonFiniteLossError, PreemptedError
-from lt2_platform import cores
 from lt2_platform.fence import FENCE
+from lt2_platform.machine import cores
 from lt2_platform.results.parts import list_parts
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
