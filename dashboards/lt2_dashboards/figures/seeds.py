@@ -24,8 +24,8 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     """A result by configuration, best first: mean and standard deviation over seeds, and the p-value against the best.
 
     Runs are of one configuration if they differ in their seeds only. What sweeps recorded of their training FLOPs is
-    beside it. `q` filters runs as in the runs table, `metric` is
-    a logged metric's last value or an evaluation (name/task/metric), by default what `chosen.RESULTS` says.
+    beside it. `q` filters runs as in the runs table, `metric` is a logged metric's last value or an evaluation
+    (name/task/metric), by default what `chosen.RESULTS` says.
     """
     found, snapshot = choose(source, q, metric), source.snapshot()
     metric, runs = found.metric, found.runs

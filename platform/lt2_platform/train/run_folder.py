@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,7 @@ from lt2_platform.distill.teacher import identity
 from lt2_platform.results.store import check_name, differences
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo
 from lt2_platform.train.checkpoints.matching import check_continues, lineage
 from lt2_platform.train.config import PretrainConfig, Sources, check_workers, resolve_model
 from lt2_platform.train.worker import WorkerSpec
@@ -59,11 +61,11 @@ def open_run(
         raise ConfigError(f"profile_steps {list(profile_steps)}: give the first and the last step, counted from 1")
     check_workers(config.train, num_workers, min_workers)
     storage = Storage(out)
-    if sources is not None and sources.continue_from is not None:
-        before = checkpoint.read_info(checkpoint.resolve(sources.continue_from))
-        check_continues(before, model, config.train, manifest["tokenizer"], manifest.get("fingerprint"))
     places = {name: absolute(place) for name, place in asdict(sources or Sources()).items() if place is not None}
     identities = {name: identity(place) for name, place in places.items()}
+    models = {name: checkpoint.read_info(checkpoint.resolve(place)) for name, place in places.items() if name != "topk"}
+    if (before := models.get("continue_from")) is not None:
+        check_continues(before, model, config.train, manifest["tokenizer"], manifest.get("fingerprint"))
     storage.check_writable()
     record = {
         "model": model.model_dump(mode="json"),
@@ -86,7 +88,7 @@ def open_run(
         sources=places,
         evaluate_every=evaluate_every,
         profile_steps=profile_steps,
-        info=_with_origin(info or {}, manifest, {name: place for name, place in places.items() if name != "topk"}),
+        info=_with_origin(info or {}, manifest, models, places),
     )
 
 
@@ -105,22 +107,26 @@ def close_run(spec: WorkerSpec, result: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_origin(info: dict[str, Any], manifest: dict[str, Any], models: dict[str, str]) -> dict[str, Any]:
+def _with_origin(
+    info: dict[str, Any], manifest: dict[str, Any], models: Mapping[str, CheckpointInfo], places: Mapping[str, str]
+) -> dict[str, Any]:
     """`info` of a run for the results store, with what it reads: runs on other data are no repeats of each other.
 
-    Nor are runs that begin with or learn from other `models`, places of checkpoints by what they are to it.
+    Nor are runs that begin with or learn from other `models`, by what they are to it; `places` is where they lie.
     Where data and models lay is provenance: the same may lie in several places.
     """
     data = {"tokenizer": manifest["tokenizer"].get("name"), "seq_len": manifest.get("seq_len")}
     if fingerprint := manifest.get("fingerprint"):
         data["fingerprint"] = fingerprint[:12]
     source = (manifest.get("config") or {}).get("source")
-    found = {name: checkpoint.read_info(checkpoint.resolve(place)) for name, place in models.items()}
-    config = {"data": data} | ({"sources": {name: lineage(each) for name, each in found.items()}} if found else {})
-    more: dict[str, Any] = {"models": models} if models else {}
-    if "continue_from" in found:
-        more["tokens_before"] = found["continue_from"].state.tokens
-    return {**info, "source": source, **more, "config": {**config, **info.get("config", {})}}
+    config: dict[str, Any] = {"data": data}
+    more: dict[str, Any] = {"source": source}
+    if models:
+        config["sources"] = {name: lineage(each) for name, each in models.items()}
+        more["models"] = {name: places[name] for name in models}
+    if "continue_from" in models:
+        more["tokens_before"] = models["continue_from"].state.tokens
+    return {**info, **more, "config": {**config, **info.get("config", {})}}
 
 
 def _as_of_now(record: dict[str, Any]) -> dict[str, Any]:

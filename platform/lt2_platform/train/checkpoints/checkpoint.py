@@ -176,17 +176,6 @@ def latest(folder: str) -> str | None:
     return None
 
 
-def intact(uri: str) -> str:
-    """`resolve` for all ranks, each of which reads a share of the files. Raises CheckpointError for a damaged one.
-
-    Collective.
-    """
-    found = from_rank_zero(resolve(uri))
-    if problems := _damage(found):
-        raise CheckpointError(f"{found}: damaged checkpoint ({'; '.join(problems)}); use another")
-    return found
-
-
 def _damage(uri: str) -> list[str]:
     """`damage`, each rank reading its share. Collective."""
     return [problem for part in gather(damage(uri, rank(), world_size())) for problem in part]
@@ -294,18 +283,31 @@ def _candidates(uri: str) -> list[str]:
     raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}; {advice}")
 
 
-def _intact(uri: str) -> str:
-    """`resolve`, but reading every file. Raises CheckpointError for a damaged one also where `uri` leaves a choice:
-    whoever reads weights must know of which step they are.
+def intact(uri: str) -> str:
+    """`resolve` for all ranks, each of which reads a share of the files. Raises CheckpointError for a damaged one also
+    where `uri` leaves a choice: whoever reads weights must know of which step they are. Collective.
     """
-    newest, *older = _candidates(uri)
-    if not (problems := damage(newest)):
-        return newest
-    if (intact := next((one for one in older if not damage(one)), None)) is not None:
-        advice = f"the newest intact one is {intact}: name that, or remove the damaged one"
+    found = from_rank_zero(resolve(uri))
+    _refuse_damaged(uri, found, _damage(found))
+    return found
+
+
+def _intact_alone(uri: str) -> str:
+    """`intact` in one process, which reads every file."""
+    found = resolve(uri)
+    _refuse_damaged(uri, found, damage(found))
+    return found
+
+
+def _refuse_damaged(uri: str, found: str, problems: list[str]) -> None:
+    if not problems:
+        return
+    others = (one for one in _candidates(uri) if one != found and not damage(one))
+    if (other := next(others, None)) is not None:
+        advice = f"the newest intact one is {other}: name that, or remove the damaged one"
     else:  # beside a checkpoint that was named there may be others; a run of which none is intact must be made again
-        advice = "use another" if newest == Storage(uri).root else remaking(uri, "use another run")
-    raise CheckpointError(f"{newest}: damaged checkpoint ({'; '.join(problems)}); {advice}")
+        advice = "use another" if found == Storage(uri).root else remaking(uri, "use another run")
+    raise CheckpointError(f"{found}: damaged checkpoint ({'; '.join(problems)}); {advice}")
 
 
 def load(uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
@@ -332,7 +334,7 @@ def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
 
     The tokenizer is `load_tokenizer(info["file"] or "byte")`: "file" is a full path, None for the built-in one.
     """
-    uri = _intact(uri)
+    uri = _intact_alone(uri)
     info = read_info(uri)
     with torch.device("meta"):
         model = LoopedLM(info.model)
