@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError
-from lt2_platform.data import mixture, units
+from lt2_platform.data import folder, mixture, units
 from lt2_platform.data.cut import write_splits
 from lt2_platform.data.live import on_the_fly
 from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION, describe_sources, refuse_empty, write_quarantine
@@ -93,7 +91,7 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     `parallelism` caps the tasks that run at once (default: what the cluster has); it never changes a byte of the
     output. Uses the running Ray, or a local one for the duration. Interrupted, the same call goes on where it
     stopped; manifest.json is written last. Raises ConfigError for input or settings that cannot work, for all bad files
-    at once where that shows without reading them.
+    at once where that shows without reading them, and for a folder with files of another's where its own would be.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     live = config.tokenize == "on_the_fly"
@@ -104,8 +102,8 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     storage = Storage(out)
     fingerprint = _fingerprint(config, tokenizer, files)
     if storage.exists(MANIFEST):
-        return _finished(storage, fingerprint, tokenizer)
-    storage.check_writable()
+        return folder.finished(storage, fingerprint, tokenizer)
+    folder.claim(storage)
     try:
         with some_ray(parallelism):
             if listing is not None:
@@ -114,16 +112,15 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
                 manifest = _build(config, tokenizer, files, work, storage, fingerprint, parallelism)
     except ConfigError:
         if not storage.exists(MANIFEST):
-            _discard(storage)
+            folder.discard(storage)
         raise
     except FileNotFoundError:  # what was staged is gone
         if not storage.exists(MANIFEST):
             raise
-        return _finished(storage, fingerprint, tokenizer)
+        return folder.finished(storage, fingerprint, tokenizer)
     if manifest is None:
-        return _finished(storage, fingerprint, tokenizer)
-    storage.write_json(MANIFEST, manifest)
-    storage.delete(".staging")
+        return folder.finished(storage, fingerprint, tokenizer)
+    folder.finish(storage, manifest)
     return manifest
 
 
@@ -148,7 +145,7 @@ def _build(
         # Chance left one side without a document, so the corpus is small: dividing it again is cheap.
         chosen = _job(config, tokenizer, file, storage, fingerprint, forced)
         records = _tokenize(work, chosen, parallelism)
-    if not _cleared(storage):
+    if not folder.cleared(storage):
         return None
     streams, mixed = _streams(config, work, records)
     splits = write_splits(records, streams, chosen, parallelism)
@@ -183,7 +180,7 @@ def _build_live(
         raise ConfigError(
             f"no usable document in the units held out{found}; check the source, or set another prepare.seed"
         )
-    if not _cleared(storage):
+    if not folder.cleared(storage):
         return None
     splits = write_splits(records, {"validation": mixture.whole(records, "validation")}, job, parallelism)
     unknown = {"files": [], "sequences": None, "tokens": None, "dropped_tokens": 0, "documents": None}
@@ -200,10 +197,10 @@ def _job(
     config: PrepareConfig, tokenizer: Tokenizer, file: str | None, storage: Storage, fingerprint: str, threshold: int
 ) -> Job:
     width = config.seq_len + 1
-    made_of = [fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS, _special_ids(tokenizer)]
+    made_of = [fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS, folder.special_ids(tokenizer)]
     return Job(
         out=storage.root,
-        staging=f".staging/{_digest(made_of)[:16]}",
+        staging=f"{folder.STAGING}/{_digest(made_of)[:16]}",
         tokenizer=storage.join(file) if file else config.tokenizer,
         sources=tuple(config.parts),
         seed=config.seed,
@@ -285,47 +282,14 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _finished(storage: Storage, fingerprint: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    manifest = storage.read_json(MANIFEST)
-    if manifest.get("fingerprint") == fingerprint and _special_ids(manifest["tokenizer"]) == _special_ids(tokenizer):
-        storage.delete(".staging")
-        return manifest
-    raise ConfigError(f"{storage.root} holds a dataset of other input or settings; choose another folder or delete it")
-
-
-def _special_ids(tokenizer: Tokenizer | dict[str, Any]) -> list[int | None]:
-    """What the fingerprint's sha256 of a tokenizer.json does not tell: the file beside it may name others."""
-    record = tokenizer if isinstance(tokenizer, dict) else describe(tokenizer)
-    return [record[name] for name in ("bos_id", "eos_id", "pad_id")]
-
-
 def _copy_tokenizer(spec: str, storage: Storage) -> str | None:
     """Keep the tokenizer's files in the dataset, where every worker and every later step can read them."""
     if spec == "byte":
         return None
     location = absolute(spec)
-    folder, name = location.rsplit("/", 1)
-    origin = Storage(folder or "/")
+    parent, name = location.rsplit("/", 1)
+    origin = Storage(parent or "/")
     for each in (name, "tokenizer_config.json"):
         if each == name or origin.exists(each):
             storage.write_bytes(f"tokenizer/{each}", origin.read_bytes(each))
     return f"tokenizer/{name}"
-
-
-def _cleared(storage: Storage) -> bool:
-    """Remove what an interrupted run left, half-written temporary files included; False if the dataset is finished.
-
-    A process that was stopped for long may find that another one has taken its place and is done.
-    """
-    if storage.exists(MANIFEST):
-        return False
-    for made in (*SPLITS, "quarantine"):
-        storage.delete(made)
-    return True
-
-
-def _discard(storage: Storage) -> None:
-    for made in (".staging", "tokenizer", *SPLITS, "quarantine"):
-        storage.delete(made)
-    with suppress(OSError):  # only an empty local folder goes; on S3 there are no folders
-        os.rmdir(storage.root)

@@ -1,5 +1,6 @@
 """Bad input: one line that names the thing and the fix, and nothing left behind."""
 
+import errno
 import json
 import os
 
@@ -10,9 +11,11 @@ import pytest
 from lt2.config import ConfigError
 from lt2_platform.data import cut, tokenize
 from lt2_platform.data import prepare as module
+from lt2_platform.data.folder import MARK
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.storage import Storage
 
 
 @pytest.fixture
@@ -159,6 +162,55 @@ def test_a_failure_keeps_what_else_is_in_the_folder(folder, no_ray):
     with pytest.raises(ConfigError, match="no usable row"):
         prepare(PrepareConfig(source=f"{folder}/bad.jsonl", seq_len=7), str(folder / "out"))
     assert os.listdir(folder / "out") == ["mine.txt"]
+
+
+@pytest.mark.parametrize("name", ["train", "validation", "quarantine", "tokenizer", ".staging"])
+def test_what_is_not_ours_is_refused_and_stays(folder, no_ray, name):
+    (folder / "data" / name).mkdir(parents=True)
+    (folder / "data" / name / "mine.txt").write_text("some text " * 50)
+    config = PrepareConfig(source=f"{folder}/data/{name}", seq_len=7)
+    with pytest.raises(ConfigError) as error:
+        prepare(config, str(folder / "data"))
+    assert str(error.value) == (
+        f"{folder}/data has {name} already, which preparing would replace; choose another folder for the dataset, or "
+        "move them away"
+    )
+    assert [path.name for path in (folder / "data").rglob("*")] == [name, "mine.txt"]
+    assert prepare(config, str(folder / "elsewhere"))["splits"]["train"]["sequences"]
+
+
+@pytest.mark.parametrize("content", ["{not json", "[]", '{"name": "my app"}'])
+def test_another_manifest_is_no_datasets(folder, no_ray, content):
+    (folder / "out").mkdir()
+    (folder / "out/manifest.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"/out(/manifest\.json is no dataset's| holds a dataset of other)[^\n]+$"):
+        prepare(PrepareConfig(source=f"{folder}/good.txt", seq_len=7), str(folder / "out"))
+    assert [(path.name, path.read_text()) for path in (folder / "out").iterdir()] == [("manifest.json", content)]
+
+
+@pytest.mark.parametrize("place", [".staging", "train", "manifest.json"])
+def test_what_a_crash_left_is_known_as_ours(folder, no_ray, monkeypatch, place):
+    """The first write to `place` fails in a way that nothing cleans up after."""
+    config, out = PrepareConfig(source=f"{folder}/good.txt", seq_len=7), folder / "out"
+    with monkeypatch.context() as patch:
+        written = Storage._writing
+
+        def crash(storage, full):
+            if f"{out}/{place}" in full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return written(storage, full)
+
+        patch.setattr(Storage, "_writing", crash)
+        with pytest.raises(OSError, match="No space left"):
+            prepare(config, str(out))
+    assert (out / MARK).exists()
+    manifest = prepare(config, str(out))
+    PackedDataset(str(out)).verify()
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "train"]
+    (out / MARK).touch()  # a crash after the manifest was written
+    (out / ".staging").mkdir()
+    assert prepare(config, str(out)) == manifest
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "train"]
 
 
 @pytest.mark.parametrize("tokenize", ["ahead", "on_the_fly"])
