@@ -187,9 +187,24 @@ def test_readings_inside_a_model_are_no_numbers_of_its_trial(monkeypatch, tmp_pa
     rows = [{"task": "perplexity", "metric": "perplexity", "value": 9.0, "n_loops": 4}]
     rows += [{"task": "diagnostics", "metric": "rms", "value": 1.0, "n_loops": 4, "loop": 0, "layer": 0}]
     done = {"result": {"run": "r", "n_loops": 4, "rows": rows}}
-    monkeypatch.setattr("lt2_workflows.sweeps.trial.read_done", lambda storage, step: done)
+    read = lambda storage, step: done if step.name == "second" else None  # noqa: E731
+    monkeypatch.setattr("lt2_workflows.sweeps.trial.read_done", read)
     workflow = load_workflow(f"{FAKE_STEPS}:chain")
     assert results_of(workflow, Storage(str(tmp_path))) == ("r", {"perplexity/perplexity": 9.0})
+
+
+def test_what_two_steps_evaluated_alike_is_told_by_step(monkeypatch, tmp_path):
+    def done(step, **values):
+        rows = [{"task": task, "metric": "acc", "value": value, "n_loops": 4} for task, value in values.items()]
+        return {"result": {"run": f"run of {step}", "n_loops": 4, "rows": rows}}
+
+    found = {"second": done("second", piqa=0.5, boolq=0.7), "third": done("third", piqa=0.6)}
+    monkeypatch.setattr("lt2_workflows.sweeps.trial.read_done", lambda storage, step: found.get(step.name))
+    workflow = load_workflow(f"{FAKE_STEPS}:chain")
+    assert results_of(workflow, Storage(str(tmp_path))) == (
+        "run of third",
+        {"second/piqa/acc": 0.5, "boolq/acc": 0.7, "third/piqa/acc": 0.6},
+    )
 
 
 def test_command_on_a_shipped_sweep():

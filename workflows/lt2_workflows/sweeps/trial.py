@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -104,16 +104,23 @@ def _failure(step: str, outcome: dict[str, Any]) -> dict[str, Any]:
 def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[str, float]]:
     """(the run of the results store, its numbers) of a finished workflow.
 
-    Evaluation rows as "task/metric", at the depth the model was trained for and without readings inside it; of a recipe
-    without evaluation the plain numbers that its steps returned, as "step/name".
+    Evaluation rows as "task/metric", at the depth the model was trained for and without readings inside it; where
+    several steps have one (of several models, say), each as "step/task/metric", since none of them is the trial's. Of a
+    recipe without evaluation the plain numbers that its steps returned, as "step/name".
     """
-    run, evaluated, plain = None, {}, {}
+    run, evaluations, plain = None, {}, {}
     for name, step in workflow.steps.items():
         done = read_done(storage, step)
         result = done["result"] if done else {}
         run = result.get("run", run)
         if "n_loops" in result:
             rows = [row for row in result["rows"] if row["n_loops"] == result["n_loops"] and "layer" not in row]
-            evaluated |= {f"{row['task']}/{row['metric']}": row["value"] for row in rows}
+            evaluations[name] = {f"{row['task']}/{row['metric']}": row["value"] for row in rows}
         plain |= {f"{name}/{key}": value for key, value in result.items() if type(value) in (int, float)}
+    asked = Counter(key for found in evaluations.values() for key in found)
+    evaluated = {
+        key if asked[key] == 1 else f"{name}/{key}": value
+        for name, found in evaluations.items()
+        for key, value in found.items()
+    }
     return run, evaluated or plain
