@@ -131,21 +131,24 @@ class Lane:
             yield made
 
     def _documents(self, start: Cursor) -> Iterator[tuple[int, int, Document]]:
-        empty = 0
+        empty: set[int] = set()  # by index: numbers name the same few units again and again
         for number in itertools.count(start.unit, self.lanes):
+            index, slices = self.plan.unit(self.source, number)
+            if index in empty:
+                continue
             first = start.row if number == start.unit else 0
             found = False
-            for row, document in self._usable(number):
+            for row, document in self._usable(index, slices):
                 found = True
                 if row >= first:
                     yield number, row, document
-            empty = 0 if found else empty + 1
-            if empty >= len(self.plan.units[self.source]):
-                raise ConfigError(f"no usable document in {empty:,} units of the corpus; check the source's type")
+            if not found:
+                empty.add(index)
+            if len(empty) == len(self.plan.units[self.source]):
+                raise ConfigError(f"no usable document in {len(empty):,} units of the corpus; check the source's type")
 
-    def _usable(self, number: int) -> Iterator[tuple[int, Document]]:
+    def _usable(self, index: int, slices: LiveUnit) -> Iterator[tuple[int, Document]]:
         """(row, document) of a unit; bad rows are written to the quarantine once the unit is through."""
-        index, slices = self.plan.unit(self.source, number)
         rows = ((part, *found) for part in slices for found in self._rows(part))
         bad = []
         for row, (part, own, text) in enumerate(rows):

@@ -181,6 +181,23 @@ def test_bad_rows_of_held_out_units_are_found_by_their_slice(tmp_path, no_ray, s
         assert rest[fault["row"] + skipped].decode() == fault["sample"]
 
 
+def test_a_lane_gives_up_only_when_it_has_seen_every_unit_empty(tmp_path, no_ray, small_units):
+    """Of three units one has text: a lane may well meet the two others three times in a row and more."""
+    (tmp_path / "corpus").mkdir()
+    for name in "abc":
+        (tmp_path / f"corpus/{name}.jsonl").write_text("not json\n" * 200)
+    bad = make(tmp_path / "bad", source=f"{tmp_path}/corpus", validation_fraction=0)
+    with pytest.raises(ConfigError, match=r"^no usable document in 6 units of the corpus; check the source's type$"):
+        next(stream(plan_of(bad)))
+    (tmp_path / "corpus/b.jsonl").write_text(json.dumps({"text": "<7> " + "word " * 300}) + "\n")
+    dataset = make(tmp_path / "data", source=f"{tmp_path}/corpus", validation_fraction=0)
+    plan = plan_of(dataset)
+    assert len(plan.units[0]) == 6
+    batches = [batch["tokens"] for batch, _ in itertools.islice(stream(plan), 400)]
+    for lane in range(LANES):
+        assert set(documents([rows[lane] for rows in batches])) == {7}
+
+
 def test_the_process_beside_the_worker_gives_the_same_and_remembers_where(dataset):
     expected = list(itertools.islice(stream(plan_of(dataset)), 12))
     batches = dataset.batches(position=0, global_batch_size=LANES, rank=1, world_size=2, seed=3, prefetch=2)
