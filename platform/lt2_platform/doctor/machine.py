@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
@@ -18,7 +19,9 @@ from lt2_platform.machine.cores import usable
 PART = "machine"
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
-OBJECT_STORE = 0.3  # of the memory, Ray's default
+# Ray takes 0.3 of the memory for objects, or as much of /dev/shm as there is from ten billion bytes on: what is smaller
+# than both is too small.
+OBJECT_STORE, ENOUGH = 0.3, 10**10
 FILES = 8192
 RAY_STOPS_AT = 0.95  # of a disk: Ray refuses to write objects there
 
@@ -27,7 +30,7 @@ def machine() -> Iterator[Finding]:
     yield cores(os.cpu_count() or 1, usable())
     yield Finding(PART, "memory", "ok", f"{memory.usable() / GIB:.0f} GiB")
     if SHARED_MEMORY.is_dir():
-        yield shared_memory(shutil.disk_usage(SHARED_MEMORY).total, memory.usable())
+        yield shared_memory(shutil.disk_usage(SHARED_MEMORY).total, memory.counted_by_ray())
     yield disk(tempfile.gettempdir(), *shutil.disk_usage(tempfile.gettempdir())[:2])
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -41,14 +44,14 @@ def cores(there: int, ours: int) -> Finding:
 
 
 def shared_memory(size: int, memory: int) -> Finding:
-    """Both in bytes."""
+    """Both in bytes; the memory as Ray counts it."""
     said = f"{size / GIB:.1f} GiB in {SHARED_MEMORY}"
-    if size >= OBJECT_STORE * memory:
+    needed = min(OBJECT_STORE * memory, ENOUGH)
+    if size >= needed:
         return Finding(PART, "shared memory", "ok", said)
-    wanted = f"{OBJECT_STORE * memory / GIB:.0f}"
     said += (
-        f", less than the {wanted} GiB that Ray takes for objects: it uses files instead, which are slower; give the "
-        f"container more (docker run --shm-size={wanted}g, an emptyDir of medium Memory)"
+        f", less than the {needed / GIB:.1f} GiB that Ray needs for objects: it uses files instead, which are slower; "
+        f"give the container more (docker run --shm-size={math.ceil(needed / GIB)}g, an emptyDir of medium Memory)"
     )
     return Finding(PART, "shared memory", "note", said)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lt2_platform.machine import control_groups
@@ -14,11 +14,23 @@ def usable(root: Path = Path("/")) -> int:
 
     root: where /proc and /sys are.
     """
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits(root)])
+    return min([_machine(), *_limits(control_groups.folders("memory", root))])
 
 
-def _limits(root: Path) -> Iterator[int]:
-    for folder in control_groups.folders("memory", root):
+def counted_by_ray(root: Path = Path("/")) -> int:
+    """Bytes: what Ray goes by. It looks at the mounted group alone, a container's; limits of groups nested in it, as of
+    Slurm or systemd, it does not see.
+    """
+    mounts = root / "sys/fs/cgroup"
+    return min([_machine(), *_limits([mounts / "memory", mounts])])
+
+
+def _machine() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _limits(folders: Iterable[Path]) -> Iterator[int]:
+    for folder in folders:
         for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
             if (file := folder / name).is_file() and (most := file.read_text().strip()) != "max":
                 yield int(most)  # of version 1 without a limit, more than any machine has

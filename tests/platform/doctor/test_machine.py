@@ -1,5 +1,6 @@
 """What a machine has, and from where on it is too little."""
 
+import re
 import resource
 
 import pytest
@@ -18,11 +19,26 @@ def test_cores_that_a_container_does_not_give():
     assert cores(64, 4).said.startswith("4 of 64")
 
 
-@pytest.mark.parametrize(("size", "state"), [(64 * 2**20, "note"), (31 * GIB, "ok")])
-def test_shared_memory(size, state):
-    found = shared_memory(size, 100 * GIB)
-    assert found.state == state
-    assert ("--shm-size=30g" in found.said) == (state == "note")
+@pytest.mark.parametrize(
+    ("size", "memory", "advice"),
+    [
+        (2**26, 100 * GIB, "9.3 GiB that Ray needs for objects: .*--shm-size=10g"),
+        (9 * GIB, 100 * GIB, "--shm-size=10g"),
+        (20 * GIB, 100 * GIB, None),  # Ray then takes 19 GiB
+        (31 * GIB, 100 * GIB, None),
+        (4 * GIB, 15 * GIB, "4.5 GiB that Ray needs .*--shm-size=5g"),
+        (5 * GIB, 15 * GIB, None),
+    ],
+)
+def test_shared_memory(monkeypatch, size, memory, advice):
+    from ray._private import utils
+
+    found = shared_memory(size, memory)
+    assert found.state == ("note" if advice else "ok")
+    assert re.search(advice or "", found.said)
+    monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda: size)
+    in_files = utils.resolve_object_store_memory(memory) > size
+    assert in_files == bool(advice)
 
 
 @pytest.mark.parametrize(("used", "state"), [(94, "ok"), (96, "PROBLEM")])

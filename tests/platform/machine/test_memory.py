@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lt2_platform.machine.memory import usable
+from lt2_platform.machine.memory import counted_by_ray, usable
 from tests.platform.machine.test_cores import machine
 
 GIB = 2**30
@@ -29,6 +29,24 @@ HERE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 )
 def test_the_least_limit_of_control_groups(tmp_path, groups, limits, expected):
     assert usable(machine(tmp_path, groups, limits)) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"sys/fs/cgroup/slurm/job_7/memory.max": f"{GIB}\n"}, HERE),
+        ({"sys/fs/cgroup/slurm/memory.max": f"{GIB}\n", "sys/fs/cgroup/memory.max": f"{2 * GIB}\n"}, 2 * GIB),
+        ({"sys/fs/cgroup/memory.max": "max\n"}, HERE),
+        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n"}, GIB),
+        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}, HERE),
+    ],
+)
+def test_ray_sees_no_nested_limit(tmp_path, limits, expected):
+    from ray._common.utils import get_system_memory
+
+    root = machine(tmp_path, "0::/slurm/job_7\n", limits)
+    files = (root / "sys/fs/cgroup" / name for name in ("memory/memory.limit_in_bytes", "memory.max"))
+    assert counted_by_ray(root) == expected == get_system_memory(*map(str, files))
 
 
 def test_it_is_known_without_ray():
