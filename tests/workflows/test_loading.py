@@ -7,7 +7,8 @@ import json
 import pytest
 
 from lt2.config import ConfigError
-from lt2_workflows.loading import apply_overrides, load_workflow, parse_override
+from lt2_workflows.loading import load_workflow
+from lt2_workflows.overrides import apply_overrides, parse_override
 from tests.workflows.conftest import FAKE_STEPS
 
 CHAIN = f"{FAKE_STEPS}:chain"

@@ -78,7 +78,8 @@ def recipes(
 ) -> None:
     """List the shipped recipes, or every setting of one with its value: what `--set` takes."""
     from lt2.config import ConfigError
-    from lt2_workflows.loading import load_workflow, nearest, shipped_recipes
+    from lt2_platform.wording import nearest
+    from lt2_workflows.loading import load_workflow, shipped_recipes
     from lt2_workflows.settings import describe_settings
 
     if recipe is not None:

@@ -1,4 +1,4 @@
-"""From what the user typed to a `Workflow`: recipes, recorded workflows and `--set` overrides, with errors that help.
+"""From what the user typed to a `Workflow`: recipes and recorded workflows, with errors that help.
 
 A recipe is a function without arguments that returns a Workflow. It is named by a shipped name, by
 `path/to/file.py:function`, or replaced by the path of a resolved YAML or JSON record such as `workflows/<id>/dag.json`.
@@ -6,10 +6,8 @@ A recipe is a function without arguments that returns a Workflow. It is named by
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-import json
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
@@ -20,8 +18,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lt2.config import ConfigError, explain, load_source, mistakes
-from lt2_platform.wording import one_line
+from lt2_platform.wording import nearest, one_line
 from lt2_workflows.graph import STEP_TYPES, Workflow
+from lt2_workflows.overrides import apply_overrides, parse_override
 
 RECORD_SUFFIXES = {".yaml", ".yml", ".json"}
 
@@ -90,68 +89,6 @@ def workflow_from_record(
     workflow = Workflow(record["workflow"], configs, **place)
     _ = workflow.steps  # checks names, references and cycles
     return workflow
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """'a.b=3e-4' -> ('a.b', 0.0003). The value is YAML 1.2; what is not a number, list, … is taken literally."""
-    key, equals, raw = text.partition("=")
-    if not equals or not key or any(not part for part in key.split(".")):
-        raise ConfigError(f"--set {text}: expected key=value, e.g. --set pretrain.train.lr=3e-4")
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        value = YAML(typ="safe", pure=True).load(raw)
-    except YAMLError:
-        return key, raw  # '*.txt' and the like
-    quoted = raw.startswith(("'", '"'))
-    literal = (isinstance(value, str) and not quoted) or not raw or not _is_json(value)
-    return key, raw if literal else value
-
-
-def apply_overrides(steps: dict[str, Any], overrides: Sequence[tuple[str, Any]]) -> None:
-    """Set values in the record in place. `type` goes first; when it changes, the keys of the old type are dropped."""
-    keys = [key for key, _ in overrides]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"--set {key} is given more than once; keep one")
-        name = key.split(".")[0]
-        if name not in steps:
-            raise ConfigError(f"--set {key}: unknown step {name!r}{nearest(name, steps)}")
-    by_type_then_depth = sorted(overrides, key=lambda item: (not item[0].endswith(".type"), item[0].count(".")))
-    for key, value in by_type_then_depth:
-        _set(steps, key, value)
-
-
-def _set(steps: dict[str, Any], key: str, value: Any) -> None:
-    here: Any = steps
-    parts = key.split(".")
-    for depth, part in enumerate(parts[:-1]):
-        if parts[depth + 1 :] == ["type"] and isinstance(here, dict) and isinstance(here.get(part), str):
-            here[part] = {}  # a plain spelling, such as a path for a source, makes way for a config
-        here = _enter(here, part, key, ".".join(parts[:depth]))
-    last = parts[-1]
-    if isinstance(here, list):
-        _enter(here, last, key, ".".join(parts[:-1]))
-        here[int(last)] = value
-        return
-    if not isinstance(here, dict):
-        raise ConfigError(f"--set {key}: {'.'.join(parts[:-1])} is {here!r}, which has no keys")
-    if last == "type" and here.get("type") != value:
-        here.clear()
-    here[last] = value
-
-
-def _enter(here: Any, part: str, key: str, parent: str) -> Any:
-    if isinstance(here, dict):
-        if here.get(part) is None:
-            here[part] = {}
-        return here[part]
-    if isinstance(here, list):
-        if not part.isdigit() or int(part) >= len(here):
-            raise ConfigError(f"--set {key}: {parent} has {len(here)} items; {part!r} is not the index of one")
-        return here[int(part)]
-    raise ConfigError(f"--set {key}: {parent} is {here!r}, which has no keys")
 
 
 def _shipped(recipe: str) -> Callable[[], Workflow]:
@@ -295,16 +232,3 @@ def _place(source: str, lines: dict[tuple[str, ...], int], path: tuple[str, ...]
     while path and path not in lines:
         path = path[:-1]
     return f"{source}:{lines[path]}" if path else source
-
-
-def nearest(name: Any, known: Any) -> str:
-    near = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
-    return f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(sorted(str(item) for item in known))})"
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True

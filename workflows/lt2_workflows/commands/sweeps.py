@@ -20,7 +20,9 @@ NameArgument = Annotated[
 def sweep_workflow(name: str, set_: list[str], grid: list[str], seeds: str | None, options: dict[str, Any]) -> Any:
     """The workflow that `lt2 sweep` runs. Raises ConfigError for any mistake."""
     from lt2.config import ConfigError
-    from lt2_workflows.loading import apply_overrides, load_workflow, nearest, shipped_recipes, workflow_from_record
+    from lt2_platform.wording import nearest
+    from lt2_workflows.loading import load_workflow, shipped_recipes, workflow_from_record
+    from lt2_workflows.overrides import apply_overrides
 
     preset, word, recipes = f"sweep_{name}", name.partition(":")[0], shipped_recipes()
     if word.isidentifier() and word not in {*SHIPPED, *recipes}:
@@ -57,7 +59,7 @@ def sweep_workflow(name: str, set_: list[str], grid: list[str], seeds: str | Non
 
 def parsed(text: str, option: str) -> tuple[str, Any]:
     from lt2.config import ConfigError
-    from lt2_workflows.loading import parse_override
+    from lt2_workflows.overrides import parse_override
 
     try:
         return parse_override(text)

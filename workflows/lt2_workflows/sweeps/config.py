@@ -20,7 +20,8 @@ from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError, ModelConfig
 from lt2_workflows.graph import Resources, StepConfig, Workflow, canonical
-from lt2_workflows.loading import apply_overrides, workflow_from_record
+from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.overrides import apply_overrides
 
 MAX_TRIALS = 10_000
 
