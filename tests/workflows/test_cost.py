@@ -49,6 +49,14 @@ def test_hours_follow_from_flops_cards_and_utilisation():
     assert flops_per_token(run, "loop") - training_flops(config, L) == pytest.approx(2 * blocks)
 
 
+def test_an_exit_gate_is_trained_by_a_head_after_every_loop():
+    gated = ModelConfig.model_validate(MODEL | {"halting": {"type": "exit_gate"}})
+    train = TrainConfig.model_validate(TRAIN | {"objective": {"type": "exit_gate"}})
+    heads = 3 * 4 * 2 * gated.vocab_size * gated.dim
+    blocks = training_flops(gated, L) - heads / 4
+    assert flops_per_token(Training(gated, train, L), "none") == pytest.approx(blocks + heads)
+
+
 def test_what_does_not_fit_names_what_would():
     long = {"global_batch_size": 512, "activation_checkpoint": False}
     assert "DOES NOT FIT with recomputation 'none'; it does with train.activation_checkpoint=" in described(train=long)

@@ -10,7 +10,7 @@ from lt2.config import ConfigError, KeptLayout, ModelConfig, UniformLayout
 from lt2.layout import layout
 from lt2.memory import OUTSIDE, Memory, keeps_gathered, plan_memory
 from lt2.train.config import Recompute, TrainConfig
-from lt2.train.objectives import AlignConfig, DistillConfig
+from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig
 from lt2_workflows.console import table
 
 GB = 1e9
@@ -124,7 +124,7 @@ def flops_per_token(run: Training, recompute: Recompute) -> float:
     """FLOPs a card spends per token: forward, backward (twice that), what is computed again, and a teacher's forward.
 
     In stage 1 of a distillation everything runs forward and only the new mixers backward. Later stages have a head
-    after every loop that counts: the mean over the run's steps.
+    after every loop that counts: the mean over the run's steps. An exit gate's objective has one after every loop.
     """
     config, seq_len, head = run.model, run.seq_len, head_flops(run.model)
     blocks = forward_flops(config, seq_len) - head
@@ -149,7 +149,7 @@ def flops_per_token(run: Training, recompute: Recompute) -> float:
         if run.teacher is not None:
             total += forward_flops(run.teacher, seq_len) + (heads - 1) * head
     else:
-        total = 3 * (blocks + head)
+        total = 3 * (blocks + head * (config.n_loops if isinstance(objective, ExitGateConfig) else 1))
     return total + {"none": 0.0, "selective": recurrences, "block": blocks, "loop": 2 * blocks}[recompute]
 
 

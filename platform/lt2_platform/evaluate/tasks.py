@@ -134,7 +134,7 @@ class Spent:
     """Counts the tokens that pass through a model and the loops they ran, while it is entered.
 
     FLOPs are what the loops need, from the accounting: a token that halted is charged only the loops it ran, and the
-    mixers' sequence terms are taken at the mean length.
+    mixers' sequence terms are taken at the mean length: of sequences whose tokens see as many others on average.
     """
 
     def __init__(self, model: LoopedLM):
@@ -152,7 +152,8 @@ class Spent:
     def count(self, model: Any, args: tuple, kwargs: dict[str, Any], output: LoopedOutput) -> None:
         B, L = output.hidden.shape[:2]
         cache, lengths = kwargs.get("cache"), kwargs.get("lengths")
-        span = L if cache is None else cache.used
+        # The accounting's terms are means over a sequence read from its start; these L tokens also see what was there.
+        span = L if cache is None else 2 * cache.used - L
         if output.loops_used is None:
             # The padding of a prefill is not counted; reading `lengths` is free, decode steps have none.
             tokens = B * L if lengths is None else int(lengths.sum())

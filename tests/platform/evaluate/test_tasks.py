@@ -162,6 +162,17 @@ def test_spent_counts_no_padding_and_leaves_no_hook(tmp_path):
     assert spent.loops == {2: 8}
 
 
+def test_what_is_decoded_is_charged_all_that_it_sees():
+    net = model()
+    with Spent(net) as whole:
+        net(torch.zeros(1, 12, dtype=torch.int64))
+    with Spent(net) as pieces:
+        cache = net.init_cache(1, 12)
+        for length in (3, 4, 1, 1, 1, 1, 1):
+            net(torch.zeros(1, length, dtype=torch.int64), cache=cache)
+    assert pieces.summary() == whole.summary()
+
+
 def test_throughput_rows_and_their_metadata(tmp_path):
     rows = run_tasks([TaskConfig.read(TINY_THROUGHPUT)], model(), context(tmp_path), loops=[1, 2])
     assert [row["metric"] for row in rows] == ["prefill_tokens_per_s", "decode_tokens_per_s"] * 2
