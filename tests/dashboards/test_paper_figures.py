@@ -66,6 +66,7 @@ def test_pareto_keeps_what_no_smaller_model_beats(source):
     assert frontier["data"] == [[500.0, 13.0], [1000.0, 9.0], [2000.0, 8.0], [4000.0, 8.0]]
     paper = {row[0]: row for row in best.rows if row[1] == "paper" and row[3] == 1.3e9}
     assert paper["Looped Hybrid (Full+GDN)"][4] == 9.12
+    assert any("Looped Hybrid (Full+GDN)" in note and "PPL 9.31" in note for note in best.notes)
 
 
 def test_downstream_averages_are_recomputed(source):

@@ -252,6 +252,8 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
     yield _without_empty(Table(columns, lines))
     if any(row[f"{score}_p"] is not None for row in rows for score in ablations.SCORES):
         yield ablations.P_MEANS
+    if with_paper:
+        yield from ablations.paper_table(sweep["paper"]).notes
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     if names:
         more = [

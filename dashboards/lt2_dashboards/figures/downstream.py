@@ -6,7 +6,7 @@ from typing import Literal
 
 from lt2_dashboards.figures.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.figure import Figure
-from lt2_dashboards.figures.paper import CONTRADICTED, DOWNSTREAM, TASK_LABELS, TASKS, mean_of_tasks
+from lt2_dashboards.figures.paper import DOWNSTREAM, TASK_LABELS, TASKS, contradictions, mean_of_tasks
 from lt2_dashboards.figures.store import Evaluated, evaluated
 from lt2_dashboards.queries import Source
 
@@ -40,7 +40,7 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
     differ = {model: row[-1] for model, row in printed.items() if row and abs(row[-1] - paper[model][-1]) >= 0.01}
     if differ:
         notes.append("The paper prints other averages: " + ", ".join(f"{m} {v:.2f}" for m, v in differ.items()) + ".")
-    notes += [f"{model}: {say}." for (scale, model), say in CONTRADICTED.items() if scale == size]
+    notes += contradictions(size)
     notes += [f"{model}: training diverged in the paper." for model, row in printed.items() if row is None]
     option = dots(
         labels,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from lt2_platform.evaluate.ablations import paper_table
-from lt2_platform.evaluate.paper.main_table import CONTRADICTED, DOWNSTREAM, TASK_LABELS, TASKS, average
+from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, TASK_LABELS, TASKS, average, contradictions
 
 __all__ = [
     "CAPS",
-    "CONTRADICTED",
     "DECODE",
     "DOWNSTREAM",
     "GATES",
@@ -19,6 +18,7 @@ __all__ = [
     "STATE_RECALL",
     "TASKS",
     "TASK_LABELS",
+    "contradictions",
     "mean_of_tasks",
 ]
 

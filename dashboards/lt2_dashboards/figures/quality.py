@@ -7,7 +7,7 @@ from typing import Any, Literal
 from lt2.layout import loops_text
 from lt2_dashboards.figures.ablations import AXES
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.paper import DOWNSTREAM, mean_of_tasks
+from lt2_dashboards.figures.paper import DOWNSTREAM, contradictions, mean_of_tasks
 from lt2_dashboards.figures.series import line, points, whiskers
 from lt2_dashboards.figures.store import Evaluated, evaluated, rows_of
 from lt2_dashboards.queries import Source
@@ -53,6 +53,7 @@ def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoni
     if len(ours) > 1:
         series.append(_frontier("this store, frontier", ours, better, len(kinds)))
     notes = ["Paper: Table 2 at nominal sizes; averages are recomputed from the eight tasks."]
+    notes += contradictions("1.3B")
     if quality == "perplexity":
         notes.append("Perplexities compare only between models of one tokenizer and one held-out text.")
     if quality == "reasoning":

@@ -45,6 +45,15 @@ def test_the_averages_of_the_papers_mixers_are_those_of_its_main_table(scale):
     assert {name: average for (_, name), (_, average) in rows.items()} == main
 
 
+def test_what_the_paper_contradicts_stands_by_its_mixers():
+    assert [note.split(":")[0] for note in ablations.TABLES["mixers-1.3b"].notes] == [
+        "Looped Hybrid (Full+GDN)",
+        "Looped Hybrid (GDN+DSA)",
+        "Looped GDN",
+    ]
+    assert not ablations.TABLES["mixers-0.6b"].notes
+
+
 def test_the_average_needs_all_eight_tasks():
     scores = {f"{task}/acc": 0.5 for task in TASKS} | {f"{task}/acc_norm": 0.7 for task in TASKS}
     # acc_norm counts for ARC-C, HellaSwag and OBQA

@@ -259,6 +259,7 @@ def _notes(config: SweepStep) -> Iterator[str]:
     if config.paper is not None:
         yield ""
         yield "Paper: 100B tokens of FineWeb-Edu. Perplexities on other data or at other sizes differ in scale."
+        yield from ablations.paper_table(config.paper).notes
     if len(config.seeds) > 1:
         yield "± is the standard deviation over seeds. " + ablations.P_MEANS
 

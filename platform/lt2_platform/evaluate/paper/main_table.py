@@ -60,6 +60,11 @@ CONTRADICTED = {
 }
 
 
+def contradictions(scale: str) -> list[str]:
+    """What the paper says elsewhere of its models of that scale, a sentence each."""
+    return [f"{model}: {say}." for (size, model), say in CONTRADICTED.items() if size == scale]
+
+
 def scores_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """{"PPL", label: percent} of one run's evaluation rows {task, metric, value}; see `standing` for repeats."""
     found: dict[str, float] = {}
