@@ -33,7 +33,7 @@ from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
 from lt2_dashboards.runs_table import runs_page
 from lt2_dashboards.significance import significance
-from lt2_dashboards.silent import ended_unsaid
+from lt2_dashboards.silent import moment
 from lt2_dashboards.steps import read_log, read_step
 
 log = logging.getLogger(__name__)
@@ -91,13 +91,10 @@ def _add_api(app: FastAPI, source: Source) -> None:
 
     @app.get("/api/runs")
     def runs(request: Request, q: str = "", status: str = "", sort: str = "-created", page: int = 1) -> Response:
-        # Time only decides who is stalled; a moment of 15 s lets pages that poll share an answer.
-        moment = source.clock() // 15 * 15
-        question = ("runs", moment, q, status, sort, page)
-        ended = source.remembered(("ended", moment), lambda snapshot: ended_unsaid(source, snapshot, moment))
+        at = moment(source)  # time only decides who is stalled
         body = source.remembered(
-            question,
-            lambda snapshot: runs_page(snapshot, now=moment, ended=ended, q=q, status=status, sort=sort, page=page),
+            ("runs", at, q, status, sort, page),
+            lambda snapshot: runs_page(snapshot, at=at, q=q, status=status, sort=sort, page=page),
         )
         return answer(request, body | {"root": source.storage.root})
 

@@ -12,7 +12,7 @@ from lt2.config import ConfigError
 from lt2_dashboards.figures.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.records import Records
-from lt2_dashboards.silent import ended_unsaid
+from lt2_dashboards.silent import Moment, moment
 from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
@@ -33,7 +33,7 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
     curves = source.curves(run)
     records = Records(source.storage)
     step = step_states(records, [run_id], source.clock())[run_id] if _has_step(source, run_id) else None
-    return _head(source, run) | {
+    return _head(run, moment(source)) | {
         "workflow": run.info.get("workflow"),
         "config": {key: as_text(value) for key, value in sorted(flatten(run.config).items())},
         "info": {key: as_text(value) for key, value in sorted(flatten(run.info).items())},
@@ -77,14 +77,14 @@ def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
     runs = known(source, snapshot, run_ids)
     # A model from elsewhere has no settings here: it is not what makes those of the others differ.
     trained = [run for run in runs if run.state != "evaluated"]
-    ended = ended_unsaid(source, snapshot, source.clock())
+    at = moment(source)
     differs = differences({run.run_id: run.config for run in trained})
     flat = {run.run_id: flatten(run.config) for run in runs}
     keys = sorted({key for config in flat.values() for key in config})
     varying = [key for key in keys if key in differs[trained[0].run_id]]
     metrics = sorted({metric for run in runs for metric in run.last})
     return {
-        "runs": [_head(source, run) | ({"status": "stalled"} if run.run_id in ended else {}) for run in runs],
+        "runs": [_head(run, at) for run in runs],
         "differs": [{"key": key, "values": [_shown(flat[run.run_id], key) for run in runs]} for key in varying],
         "same": {key: as_text(flat[trained[0].run_id].get(key)) for key in keys if key not in varying},
         "metrics": [{"key": metric, "values": [_value(run, metric) for run in runs]} for metric in metrics],
@@ -92,10 +92,10 @@ def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
     }
 
 
-def _head(source: Source, run: RunInfo) -> dict[str, Any]:
+def _head(run: RunInfo, at: Moment) -> dict[str, Any]:
     return {
         "run": run.run_id,
-        "status": run.status(source.clock()),
+        "status": at.status(run),
         "created": run.created,
         "updated": run.updated,
         "step": run.step,

@@ -9,7 +9,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Snapshot
-from lt2_platform.results.tables import STALE_SECONDS
+from lt2_dashboards.silent import STATUS, Moment
 
 PAGE_SIZE = 100
 MAX_QUERY = 500  # characters
@@ -21,10 +21,6 @@ MAX_VARYING = 40  # settings offered as columns
 
 _TERM = re.compile(r"(?P<key>[^\s=<>!~]+)(?P<op>>=|<=|!=|=|<|>|~)(?P<value>\S*)")
 _ORDER = {"<": "<", ">": ">", "<=": "<=", ">=": ">="}
-_STATUS = (
-    f"CASE WHEN state = 'running' AND (? - updated > {STALE_SECONDS} OR list_contains(?::VARCHAR[], run)) "
-    "THEN 'stalled' ELSE state END"
-)
 
 
 @dataclass
@@ -32,8 +28,7 @@ class _Picked:
     """The runs that a query selects: a SQL condition on `r` (runs with their status) and its bound parameters."""
 
     snapshot: Snapshot
-    now: float
-    ended: Sequence[str] = ()
+    at: Moment
     conditions: list[str] = field(default_factory=list)
     parameters: list[Any] = field(default_factory=list)
 
@@ -44,15 +39,14 @@ class _Picked:
     def query(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run `sql`, in which `picked` is the table of selected runs."""
         where = " AND ".join(self.conditions) or "true"
-        head = f"WITH r AS (SELECT *, {_STATUS} AS status FROM runs), picked AS (SELECT * FROM r WHERE {where}) "
-        return self.snapshot.query(head + sql, [self.now, list(self.ended), *self.parameters, *parameters])
+        head = f"WITH r AS (SELECT *, {STATUS} AS status FROM runs), picked AS (SELECT * FROM r WHERE {where}) "
+        return self.snapshot.query(head + sql, [*self.at.bound, *self.parameters, *parameters])
 
 
 def runs_page(
     snapshot: Snapshot,
     *,
-    now: float,
-    ended: Sequence[str] = (),
+    at: Moment,
     q: str = "",
     status: str = "",
     sort: str = "-created",
@@ -61,11 +55,10 @@ def runs_page(
     """One page of the runs that match `q` and `status` (a comma list), with the settings and metrics they differ in.
 
     `q` is words (parts of the name of the run or its workflow, or of its note) and conditions such as `lr>1e-3`,
-    `ratio=1:4`, `loss<3`, `type~gdn`. `sort` is a column, with '-' in front for descending. `ended` are runs
-    known to be over that have not said so (see `silent.ended_unsaid`). Raises ConfigError for what cannot be
-    understood.
+    `ratio=1:4`, `loss<3`, `type~gdn`. `sort` is a column, with '-' in front for descending. Raises
+    ConfigError for what cannot be understood.
     """
-    picked = _pick(snapshot, now, q, ended)
+    picked = _pick(snapshot, at, q)
     counts = dict(picked.query("SELECT status, count(*) FROM picked GROUP BY status"))
     if wanted := [name for name in status.split(",") if name in STATUSES]:
         picked.add(f"status IN ({', '.join('?' * len(wanted))})", *wanted)
@@ -102,10 +95,10 @@ def runs_page(
 
 
 def matching(
-    snapshot: Snapshot, *, now: float, q: str, metric: str, limit: int
+    snapshot: Snapshot, *, at: Moment, q: str, metric: str, limit: int
 ) -> tuple[list[tuple[str, float]], list[str]]:
     """((run, last value of `metric`) of the runs that match `q` and have a finite one, the settings they differ in)."""
-    picked = _pick(snapshot, now, q)
+    picked = _pick(snapshot, at, q)
     picked.add("run IN (SELECT run FROM numbers WHERE metric = ? AND isfinite(value))", metric)
     runs = picked.query(
         "SELECT picked.run, any_value(value) FROM picked JOIN numbers ON numbers.run = picked.run AND metric = ? "
@@ -116,9 +109,9 @@ def matching(
     return [(run, value) for run, value in runs], _varying(picked, picked.query("SELECT count(*) FROM picked")[0][0])
 
 
-def how_many(snapshot: Snapshot, *, now: float, q: str, metrics: Sequence[str]) -> dict[str, int]:
+def how_many(snapshot: Snapshot, *, at: Moment, q: str, metrics: Sequence[str]) -> dict[str, int]:
     """By each of `metrics` how many of the runs that match `q` have a finite value of it."""
-    found = _pick(snapshot, now, q).query(
+    found = _pick(snapshot, at, q).query(
         "SELECT metric, count(DISTINCT run) FROM picked JOIN numbers USING (run) "
         "WHERE list_contains(?, metric) AND isfinite(value) GROUP BY metric",
         list(metrics),
@@ -126,17 +119,17 @@ def how_many(snapshot: Snapshot, *, now: float, q: str, metrics: Sequence[str]) 
     return dict.fromkeys(metrics, 0) | dict(found)
 
 
-def unusable(snapshot: Snapshot, *, now: float, q: str, metric: str) -> list[str]:
+def unusable(snapshot: Snapshot, *, at: Moment, q: str, metric: str) -> list[str]:
     """The runs that match `q` and have a value of `metric` that is not finite."""
-    picked = _pick(snapshot, now, q)
+    picked = _pick(snapshot, at, q)
     picked.add("run IN (SELECT run FROM numbers WHERE metric = ? AND NOT isfinite(value))", metric)
     return [run for (run,) in picked.query("SELECT run FROM picked ORDER BY created DESC, run")]
 
 
-def _pick(snapshot: Snapshot, now: float, q: str, ended: Sequence[str] = ()) -> _Picked:
+def _pick(snapshot: Snapshot, at: Moment, q: str) -> _Picked:
     if len(q) > MAX_QUERY:
         raise ConfigError(f"the filter has {len(q)} characters; at most {MAX_QUERY}")
-    picked = _Picked(snapshot, now, ended)
+    picked = _Picked(snapshot, at)
     for term in q.split():
         match = _TERM.fullmatch(term)
         if match is None:

@@ -101,6 +101,9 @@ def test_a_run_whose_attempt_has_ended_is_live_for_a_minute_at_most(store, clien
     assert {row["run"] for row in body(client.get("/api/runs?status=stalled"))["rows"]} == {"lost", "cut"}
     found = body(client.get("/api/compare", params={"runs": ",".join(states)}))
     assert {run["run"]: run["status"] for run in found["runs"]} == states
+    assert body(client.get("/api/runs/cut"))["status"] == "stalled"
+    asked = {"q": "status=stalled", "metric": "loss"}
+    assert {row[0] for row in body(client.get("/api/figures/sweep", params=asked))["rows"]} == {"lost", "cut"}
 
 
 def test_what_remains_is_reckoned_from_the_last_steps(store, client):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.runs_table import how_many, matching, unusable
+from lt2_dashboards.silent import moment
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import objective_of
 
@@ -32,13 +33,13 @@ class Chosen:
 
 def choose(source: Source, q: str, metric: str) -> Chosen:
     """The runs that match `q` by `metric`, or by one of RESULTS for "". Raises ConfigError for a bad filter."""
-    snapshot, now = source.snapshot(), source.clock()
+    snapshot, at = source.snapshot(), moment(source)
     if not metric:
-        metric = _default(how_many(snapshot, now=now, q=q, metrics=RESULTS))
-    runs, varying = matching(snapshot, now=now, q=q, metric=metric, limit=MAX_RUNS)
+        metric = _default(how_many(snapshot, at=at, q=q, metrics=RESULTS))
+    runs, varying = matching(snapshot, at=at, q=q, metric=metric, limit=MAX_RUNS)
     names = [run for run, _ in runs]
     notes, refused = [], ""
-    if lost := unusable(snapshot, now=now, q=q, metric=metric):
+    if lost := unusable(snapshot, at=at, q=q, metric=metric):
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         notes.append(f"Left out, since their value is NaN or infinite: {', '.join(lost[:5])}{more}.")
     if metric == "loss" and len(kinds := _settings(snapshot, names, "train.objective.type", "next_token")) > 1:
