@@ -94,6 +94,15 @@ def test_bad_requests(name, length, message):
         needles.make(name, TOKENIZER, length, samples=1)
 
 
+def test_a_length_that_is_too_small_is_told_the_least_that_is_enough():
+    with pytest.raises(ConfigError, match="leave no room") as error:
+        needles.make("niah_single_1", TOKENIZER, 300, samples=1)
+    least = int(str(error.value).partition("it takes ")[2].split()[0])
+    assert needles.make("niah_single_1", TOKENIZER, least, samples=1)
+    with pytest.raises(ConfigError, match="leave no room"):
+        needles.make("niah_single_1", TOKENIZER, least - 1, samples=1)
+
+
 def test_too_few_essays_are_named(essays, tmp_path):
     with pytest.raises(ConfigError, match="too few to fill 8,192 tokens"):
         needles.make("niah_single_3", TOKENIZER, 8192, samples=1, essays=essays)

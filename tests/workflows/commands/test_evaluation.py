@@ -174,6 +174,12 @@ def test_rulers_tasks_are_made_and_added(tmp_path):
     assert "4 tasks, all files as recorded" in lt2("pack", "verify", pack)
     with pytest.raises(ConfigError, match="give numbers of tokens"):
         lt2("pack", "ruler", pack, "--tokenizer", "byte", "--lengths", "4k")
+    options = ["--tokenizer", "byte", "--tasks", "niah_single_1,niah_single_2", "--lengths", "300,400"]
+    with pytest.raises(ConfigError) as all_at_once:
+        lt2("pack", "needles", pack, *options)
+    assert [line.split()[0] for line in str(all_at_once.value).splitlines()] == ["niah_single_1:"] * 2 + [
+        "niah_single_2"
+    ]
 
 
 def test_mistakes_are_named(tmp_path):

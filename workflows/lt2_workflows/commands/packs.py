@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,6 +93,7 @@ def add_generated(
 ) -> None:
     import pyarrow as pa
 
+    from lt2.config import ConfigError
     from lt2_platform.data.tokenize import load_tokenizer
     from lt2_platform.evaluate.harness import packs
     from lt2_platform.evaluate.harness.long_context import ruler
@@ -100,11 +102,14 @@ def add_generated(
         raise config_error(f"--lengths {lengths}: give numbers of tokens, comma-separated, e.g. 4096,8192")
     loaded = load_tokenizer(tokenizer)
     origin = ", ".join(f"{name} {place}" for name, place in vars(sources).items() if place is not None)
-    made = {
-        f"{name}_{length}": ruler.make(name, loaded, length, samples=samples, seed=seed, sources=sources)
-        for name in names
-        for length in map(int, lengths.split(","))
-    }
+    made, problems = {}, {}
+    for name, length in itertools.product(names, map(int, lengths.split(","))):
+        try:
+            made[f"{name}_{length}"] = ruler.make(name, loaded, length, samples=samples, seed=seed, sources=sources)
+        except ConfigError as error:
+            problems[str(error)] = None  # what several lengths lack is said once
+    if problems:
+        raise config_error("\n".join(problems))
     tables = {task: {"test": pa.Table.from_pylist(rows)} for task, rows in made.items()}
     source = f"made by lt2, seed {seed}" + (f", from {origin}" if origin else "")
     packs.add(

@@ -41,7 +41,11 @@ def filled(
     count = lambda text: len(tokenizer.encode_batch([text])[0])  # noqa: E731
     size = largest(lambda units: count(draw(units, 0)[0]) <= room, least - 1, most)
     if size < least:
-        raise ConfigError(f"{name}: {length} tokens leave no room for a haystack; the prompt alone needs more")
+        needed = count(draw(least, 0)[0]) + length - room
+        raise ConfigError(
+            f"{name}: {length} tokens leave no room for a haystack, it takes {needed} or more; "
+            "give greater --lengths, or leave the task out of --tasks"
+        )
     if size == most and too_few is not None:
         raise ConfigError(f"{name}: {too_few}, too few to fill {length:,} tokens")
     found = []

@@ -75,7 +75,10 @@ def make(
         questions = ruler_qa.read(name, sources.squad if name == "ruler_qa_squad" else sources.hotpot)
         questions = ruler_qa.that_fit(questions, tokenizer, length - new_tokens, samples)
         if not questions.asked:
-            raise ConfigError(f"{name}: {length} tokens leave no room for any question with its documents")
+            raise ConfigError(
+                f"{name}: {length} tokens leave no room for any question with its documents; "
+                "give greater --lengths, or leave the task out of --tasks"
+            )
         samples, least, most = len(questions.asked), 0, len(questions.documents)
         draw: Draw = lambda units, index: ruler_qa.sample(questions, units, index, rng_of(seed, name, index))  # noqa: E731
         too_few = None
