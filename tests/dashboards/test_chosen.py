@@ -55,6 +55,15 @@ def test_what_most_runs_have_of_the_comparable_results_is_shown(store):
     assert figure(store, metric="loss").title == "loss by configuration"
 
 
+def test_runs_whose_losses_are_no_one_quantity_are_ranked_by_what_few_of_them_have(store):
+    for run, objective in (("a", "align"), ("b", "distill"), ("c", "distill")):
+        add(store, run, objective=objective, loss=0.4)
+    assert figure(store).option["empty"].startswith("These runs minimise different things")
+    add(store, "teacher", loss=2.0, perplexity=20.0)
+    assert figure(store).title == "validation/perplexity/perplexity by configuration"
+    assert figure(store, metric="loss").option["empty"].startswith("These runs minimise different things")
+
+
 def test_only_the_runs_of_the_result_that_is_shown_are_looked_up(store, monkeypatch):
     add(store, "a", loss=3.0, validation_loss=3.1, perplexity=22.0)
     looked, plain = [], chosen.matching

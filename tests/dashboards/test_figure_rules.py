@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lt2_dashboards.figures.dots import dots
 from lt2_dashboards.figures.store import architecture, evaluated
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
@@ -84,6 +85,21 @@ def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
     assert {"name": "loops-8-0: T = 8, 1k, attention in 1 of 5 layers", "value": ["1:4", 12.0]} in points[
         "this store, T = 8"
     ]
+
+
+@pytest.mark.parametrize("models", [1, 2, 40])
+def test_equal_scores_of_several_models_stand_apart_beside_their_label(models):
+    ours = {f"model-{n}": [50.0, 70.0] for n in range(models)}
+    drawn = dots(["piqa", "vt"], {}, ours, unit="%", errors={run: [2.0, None] for run in ours})["series"]
+    places = [
+        [at for _, at in (point["value"] for point in each["data"])] for each in drawn if each["type"] == "scatter"
+    ]
+    bars = [each["data"][0][1] for each in drawn if each["type"] == "line"]
+    for label, found in enumerate(zip(*places)):
+        assert len(set(found)) == models
+        assert all(label < at < label + 1 for at in found)
+        assert sum(found) / models == pytest.approx(label + 0.5)
+    assert bars == [first for first, _ in places]
 
 
 @pytest.mark.parametrize(

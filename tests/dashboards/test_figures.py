@@ -63,7 +63,8 @@ def test_downstream_shows_errors_and_says_what_is_no_fair_comparison(tmp_path):
     assert figure.rows[0][figure.columns.index("HellaSwag ±")] == pytest.approx(5.0)  # of acc_norm, in percent
     assert figure.rows[0][figure.columns.index("ARC-E ±")] is None
     whiskers, ours = [series for series in figure.option["series"] if series["name"] == "quick"]
-    assert whiskers["data"] == [[45.0, "HellaSwag"], [55.0, "HellaSwag"], [None, None]]
+    at = figure.option["yAxis"][0]["data"].index("HellaSwag") + 0.5
+    assert whiskers["data"] == [[45.0, at], [55.0, at], [None, None]]
     assert ours["data"][0]["detail"] == "± 5"
     assert any("quick (60)" in note for note in figure.notes)
     assert any("not with the paper's" in note for note in figure.notes)

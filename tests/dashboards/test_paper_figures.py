@@ -227,7 +227,7 @@ def test_recall_and_ruler(source):
     assert ruler.columns[2:] == ["multikey 1", "vt", "average", "multikey 1 ±", "vt ±"]
     assert ruler.rows == [["hybrid-a", "this store", 75.0, 25.0, 50.0, None, 5.0]]
     assert [each["data"][:2] for each in series(ruler, "hybrid-a") if each["type"] == "line"] == [
-        [[20.0, "vt"], [30.0, "vt"]]
+        [[20.0, 1.5], [30.0, 1.5]]
     ]
     assert dict(zip(found.columns, row))["NIAH-1 1k ±"] == 1.0
     assert "There are results at 1024, 4096 tokens" in figure(source, "ruler", length="8192").option["empty"]
@@ -259,3 +259,31 @@ def test_what_is_kept_is_not_cut_off_where_its_error_passes_the_teacher(tmp_path
             validation=[{"task": "piqa", "metric": "acc", "value": acc, "stderr": 0.03}],
         )
     assert "max" not in figure(Source(str(tmp_path)), "distillation", teacher="plain", runs="student").option["xAxis"]
+
+
+def test_students_of_one_step_are_told_apart_and_what_cannot_be_kept_is_not_drawn(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    nothing = {"task": "needles", "metric": "contains", "value": 0.0}
+    acc = {"task": "piqa", "metric": "acc", "value": 0.4}
+    add(store, "teacher-aa", uniform("full"), at=1.0, validation=[acc, nothing])
+    kl = [{"task": "distillation", "metric": "teacher_kl", "value": 0.25, "teacher": "teacher-aa"}]
+    begun = {"stage2-aa": None, "stage2-bb": None, "stage3-aa": "stage2-aa", "stage3-bb": "stage2-bb", "alone-aa": None}
+    for run, start in begun.items():
+        train = {"objective": {"k": 8 if run == "stage2-bb" else 64}}
+        info = {"models": {"start": f"/s/steps/{start}/out"}} if start else {}
+        store.create_run(run, {"config": {"train": train, "sources": {"start": start}}, **info}).close()
+        store.log_eval(run, "distillation", kl)
+        store.log_eval(run, "validation", [acc, nothing])
+    found = figure(Source(str(tmp_path)), "distillation")
+    names = {each["name"] for each in found.option["series"]}
+    assert names == {
+        *("stage2-aa (k=64)", "stage2-bb (k=8)", "stage3-aa (start=stage2-aa)", "stage3-bb (start=stage2-bb)"),
+        "alone-aa",
+    }
+    assert found.option["yAxis"][0]["data"] == ["piqa, acc"]
+    assert "Not drawn, since the teacher has 0 there: needles, contains." in found.notes
+    assert {row[0] for row in found.rows if row[2] == "needles"} == set(begun)
+    store.log_eval("teacher-aa", "validation", [acc | {"value": 0.0}])
+    empty = figure(Source(str(tmp_path)), "distillation")
+    assert "0 on all tasks" in empty.option["empty"]
+    assert not empty.produce

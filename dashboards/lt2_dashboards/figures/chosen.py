@@ -14,7 +14,7 @@ from lt2_platform.results.tables import objective_of
 
 MAX_RUNS = 1_000
 # What runs are ranked by unless another result is asked for: the first of these that half of them have. Training losses
-# come last: runs that do not minimise the same cannot be compared by them.
+# come last: runs that do not minimise the same cannot be compared by them, and are by whichever other one they have.
 RESULTS = ("validation/perplexity/perplexity", "validation_loss", "loss")
 _PER_TOKEN = re.compile(r"loss|perplexity|ppl|(^|/)(ce|kl)($|/)")
 
@@ -34,8 +34,8 @@ class Chosen:
 def choose(source: Source, q: str, metric: str) -> Chosen:
     """The runs that match `q` by `metric`, or by one of RESULTS for "". Raises ConfigError for a bad filter."""
     snapshot, at = source.snapshot(), moment(source)
-    if not metric:
-        metric = _default(how_many(snapshot, at=at, q=q, metrics=RESULTS))
+    having = {} if metric else how_many(snapshot, at=at, q=q, metrics=RESULTS)
+    metric = metric or _default(having)
     runs, varying = matching(snapshot, at=at, q=q, metric=metric, limit=MAX_RUNS)
     names = [run for run, _ in runs]
     notes, refused = [], ""
@@ -43,6 +43,8 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         notes.append(f"Left out, since their value is NaN or infinite: {', '.join(lost[:5])}{more}.")
     if metric == "loss" and len(kinds := _settings(snapshot, names, "train.objective.type", "next_token")) > 1:
+        if any(having.get(name) for name in RESULTS[:-1]):  # nobody has asked for the loss
+            return choose(source, q, max(RESULTS[:-1], key=lambda name: having[name]))
         refused = (
             f"These runs minimise different things ({', '.join(kinds)}), so their losses are not one quantity. Choose "
             "validation_loss or an evaluation as the result, or filter by objective.type."

@@ -8,10 +8,14 @@ from lt2.config import ConfigError
 from lt2_dashboards.figures.dots import dots
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.store import evaluated, rows_of
-from lt2_dashboards.queries import Source
+from lt2_dashboards.figures.sweep import short_names
+from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.distill.retention import is_score, retained
+from lt2_platform.results.store import differences
+from lt2_platform.results.tables import as_text
 
 STUDENTS = 6  # drawn by themselves, newest first
+MAX_TOLD = 3  # settings in a student's name
 
 
 def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = None) -> Figure:
@@ -33,11 +37,13 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     students = [by_run[run] for run in wanted if run in by_run and run != named]
     students = [run for run in students if set(run.scores) & set(before)][: None if runs is not None else STUDENTS]
     tasks = [key for key in before if is_score(key[1]) and any(key in run.scores for run in students)]
-    shares = {run.run: [_share(key[1], before[key], run.scores.get(key)) for key in tasks] for run in students}
-    errors = {run.run: [_share_error(before[key], run.errors.get(key)) for key in tasks] for run in students}
-    labels = [task if task == metric else f"{task}, {metric}" for task, metric in tasks]
-    option = dots(labels, {}, shares, unit="% of the teacher's score", errors=errors)
-    if shares and tasks:
+    kept = {key: [_share(key[1], before[key], run.scores.get(key)) for run in students] for key in tasks}
+    drawn = [key for key in tasks if any(share is not None for share in kept[key])]
+    names = _names(snapshot, [run.run for run in students])
+    shares = {names[run.run]: [kept[key][place] for key in drawn] for place, run in enumerate(students)}
+    errors = {names[run.run]: [_share_error(before[key], run.errors.get(key)) for key in drawn] for run in students}
+    option = dots([_label(key) for key in drawn], {}, shares, unit="% of the teacher's score", errors=errors)
+    if drawn:
         first = option["series"][0]
         first["markLine"] = {"data": [{"xAxis": 100}]}
         known = [
@@ -57,29 +63,62 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
             if named or not wanted
             else "These runs do not say who their teacher is: give teacher=RUN."
         )
+    if tasks and not drawn:
+        option["empty"] = "The teacher has 0 on all tasks that its students were asked: nothing can be kept of that."
     rows: list[list[Any]] = []
-    for run in students:
-        for key, share, error in zip(tasks, shares[run.run], errors[run.run]):
-            rows.append([run.run, "this store", *key, before[key], run.scores.get(key), share, error])
+    for place, run in enumerate(students):
+        for key in tasks:
+            error = _share_error(before[key], run.errors.get(key))
+            rows.append([run.run, "this store", *key, before[key], run.scores.get(key), kept[key][place], error])
     rows += [
         [run, "this store", "distillation", "KL to the teacher (nats/token)", 0.0, row.get("value"), None, None]
         for run, row in distances.items()
         if run in wanted
     ]
     notes = [f"Teacher: {named}."] if before else []
+    if drawn and (nothing := [_label(key) for key in tasks if key not in drawn]):
+        notes.append(f"Not drawn, since the teacher has 0 there: {'; '.join(nothing)}.")
     notes.append(
         "Paper: Figure 10 draws this for the distilled 1.4B model without printing numbers. Chance is not subtracted."
     )
     if any(error is not None for each in errors.values() for error in each):
         notes.append("Bars and ± are the student's standard error; the teacher's score is taken as exact.")
     columns = ["run", "source", "task", "metric", "teacher", "student", "kept (%)", "kept ±"]
-    produce = "" if shares and tasks else "lt2 run distill_small"
+    produce = "" if tasks else "lt2 run distill_small"
     return Figure("Distillation: what is kept (%)", option, columns, lambda: rows, notes, produce=produce)
 
 
 def _distances(source: Source) -> dict[str, dict[str, Any]]:
     """{run: the row of its distance to its teacher on held-out text}, newest first."""
     return dict(rows_of(source.snapshot(), "e.name = 'distillation' AND e.metric = 'teacher_kl'"))
+
+
+def _label(key: tuple[str, str]) -> str:
+    task, metric = key
+    return task if task == metric else f"{task}, {metric}"
+
+
+def _names(snapshot: Snapshot, runs: list[str]) -> dict[str, str]:
+    """What runs are called: by their names, several of one step also by what they differ in: "stage2-1a2b3c4d (k=8)".
+
+    Those of the same settings differ in the weights that they begin with: "(start=stage2-1a2b3c4d)".
+    """
+    names, steps = {run: run for run in runs}, {}
+    for run, found in snapshot.runs(runs).items():
+        steps.setdefault(run.rpartition("-")[0], []).append(found)
+    for group in steps.values():
+        apart = differences({run.run_id: run.config for run in group})
+        for run in group if len(group) > 1 else []:
+            settings = {
+                key: as_text(value) for key, value in apart[run.run_id].items() if not key.startswith("sources.")
+            }
+            short = short_names(list(settings))
+            told = [f"{short[key]}={value}" for key, value in list(settings.items())[:MAX_TOLD]]
+            start = run.info.get("models", {}).get("start")
+            if not told and start:
+                told = [f"start={str(start).removesuffix('/out').rpartition('/')[2]}"]
+            names[run.run_id] = f"{run.run_id} ({', '.join(told)})" if told else run.run_id
+    return names
 
 
 def _share(metric: str, teacher: float, student: float | None) -> float | None:

@@ -32,7 +32,8 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     if found.refused:
         return Figure(f"{metric} by configuration", {"series": [], "empty": found.refused}, ["runs", metric], list)
     keys = [key for key in found.varying if key.rpartition(".")[2] not in SEEDS][:MAX_AXES]
-    keys.sort(key=lambda key: key.endswith("ffn_hidden"))  # what sweeps match sizes by: labels are cut at their end
+    # What sweeps match sizes by, and a hash that tells nobody anything: labels are cut at their end.
+    keys.sort(key=lambda key: key.endswith(("ffn_hidden", "data.fingerprint")))
     settings = settings_of(snapshot, [run for run, _ in runs], keys)
     sign = 1 if LOWER_IS_BETTER.search(metric) else -1
     groups = sorted(_groups(snapshot, runs).values(), key=lambda group: sign * (mean_std(_values(group))[0] or 0.0))

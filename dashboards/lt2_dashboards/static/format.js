@@ -25,9 +25,10 @@ export function ago(seconds, now = Date.now() / 1000) {
 
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";
-  if (seconds < 60) return `${Math.round(seconds)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+  const whole = Math.round(seconds); // first, or 119.7 is "1 min 60 s"
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
 export const date = (seconds) =>

@@ -17,18 +17,18 @@ export const colour = (theme, index) => theme.palette[index % theme.palette.leng
 export const dash = (theme, index) => ["solid", "dashed", "dotted"][Math.floor(index / theme.palette.length) % 3];
 const DASHED = { dashed: "path://M0 0h5v4h-5zM7 0h5v4h-5z", dotted: "path://M0 0h2v4h-2zM5 0h2v4h-2zM10 0h2v4h-2z" };
 
-export function compact(value) {
+export function compact(value, digits = 4) {
   if (typeof value !== "number" || !Number.isFinite(value)) return value === null || value === undefined ? "" : String(value);
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e15 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
   for (const [unit, name] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
-    if (size >= unit) return trim(value / (name === "k" ? 1e3 : unit)) + name;
+    if (size >= unit) return trim(value / (name === "k" ? 1e3 : unit), digits) + name;
   }
-  return trim(value);
+  return trim(value, digits);
 }
 
-const trim = (value) => String(Number(value.toPrecision(4)));
+const trim = (value, digits = 4) => String(Number(value.toPrecision(digits)));
 
 // Lengths in tokens stand on axes by their base-2 logarithm: 14 is 16384, which is called 16k.
 export function binary(exponent) {
@@ -43,8 +43,8 @@ export function bytes(value) {
   return typeof value === "number" ? `${trim(value)} B` : compact(value);
 }
 
-// On an axis 0.0003 stands below 0.0012, not 3e-4.
-const tick = (value) => (Math.abs(value) < 1e-3 && Math.abs(value) >= 1e-5 ? trim(value) : compact(value));
+// On an axis 0.0003 stands below 0.0012, not 3e-4, and 1.0065 between 1.006 and 1.007, which four digits would say twice.
+const tick = (value) => (Math.abs(value) < 1e-3 && Math.abs(value) >= 1e-5 ? trim(value) : compact(value, 7));
 
 // Panels stand beside each other where the chart, `width` pixels wide, has room for that.
 const columnsOf = ({ columns }, width) => (width < 520 ? 1 : columns);

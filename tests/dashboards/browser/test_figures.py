@@ -64,6 +64,13 @@ def test_a_column_of_different_kinds_keeps_the_digits_of_each(browser, tmp_path)
         brief = "import('/static/format.js').then(({ brief }) => %s.map(brief))"
         texts = ["0.0025986667263121865", "-0.1234567891", "0.001", "1:4", "1e-06", "gdn", "64"]
         assert page.evaluate(brief % texts) == ["0.00259867", "-0.123457", "0.001", "1:4", "1e-06", "gdn", "64"]
+        durations = "import('/static/format.js').then(({ duration }) => [59.7, 119.7, 3599.9, 7260].map(duration))"
+        assert page.evaluate(durations) == ["1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 1 min"]
+        axis = "themed({ xAxis: {}, yAxis: { type: 'value' }, series: [] }, LIGHT).yAxis[0].axisLabel.formatter"
+        ticks = (
+            f"import('/static/theme.js').then(({{ themed, LIGHT }}) => [1.006, 1.0065, 0.1 + 0.2, 12500].map({axis}))"
+        )
+        assert page.evaluate(ticks) == ["1.006", "1.0065", "0.3", "12.5k"]
 
 
 def test_lines_beyond_the_colours_have_another_dash_also_in_the_legend(browser, tmp_path):

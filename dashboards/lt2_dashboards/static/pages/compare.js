@@ -116,6 +116,7 @@ export function comparePage(main) {
   function delta(values, index) {
     if (index === 0 || typeof values[0] !== "number" || typeof values[index] !== "number" || values[0] === values[index] || values[0] === 0) return null;
     const relative = (100 * (values[index] - values[0])) / Math.abs(values[0]);
+    if (Math.abs(relative) >= 1000) return values[index] / values[0] > 0 ? h("small", {}, `× ${number(values[index] / values[0], 2)}`) : null;
     return h("small", {}, `${relative > 0 ? "+" : "−"}${Math.abs(relative) < 0.1 ? Math.abs(relative).toPrecision(1) : Math.abs(relative).toFixed(1)} %`);
   }
 

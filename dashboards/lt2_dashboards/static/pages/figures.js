@@ -6,6 +6,7 @@ import { fill, h, notice } from "../dom.js";
 import { params, setParams } from "../url.js";
 
 const NEWEST = 50; // runs offered for a figure's "runs"
+const said = (text) => text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part)); // a docstring
 const words = (name) => (name[0].toUpperCase() + name.slice(1)).replaceAll("_", " ");
 
 function grouped(figures, make) {
@@ -23,7 +24,7 @@ export function figuresPage(main) {
   }, { rootMargin: "200px" });
   const tile = (found) => {
     const free = found.parameters.every(({ required }) => !required);
-    const head = [h("h3", {}, h("a", { href: `/figures/${found.name}` }, words(found.name))), h("p", {}, found.about)];
+    const head = [h("h3", {}, h("a", { href: `/figures/${found.name}` }, words(found.name))), h("p", {}, said(found.about))];
     if (!free) return h("li", {}, head, h("p", { class: "faint" }, "Needs ", found.parameters.filter(({ required }) => required).map(({ name }) => name).join(", "), "."));
     const chart = figure(found.name, { small: true });
     charts.push(chart);
@@ -50,7 +51,7 @@ export function figurePage(main, name) {
   get("/api/figures").then(({ body }) => {
     if (left) return;
     const found = body.figures.find((other) => other.name === name);
-    about.textContent = found?.about ?? "";
+    fill(about, said(found?.about ?? ""));
     fill(others, grouped(body.figures, (group, members) => [h("h2", {}, group), members.map((other) =>
       h("a", { href: `/figures/${other.name}`, "aria-current": other.name === name ? "page" : undefined }, words(other.name)))]));
     known = found?.parameters ?? [];
