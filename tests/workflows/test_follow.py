@@ -17,14 +17,15 @@ AWAY = NoConnection("HTTPConnectionPool(host='head', port=8265): Connection refu
 class Client:
     """Gives its answers one after another, the last one for ever; an exception is raised."""
 
-    def __init__(self, *answers):
+    def __init__(self, *answers, code=0):
         self.answers = list(answers)
+        self.code = code
 
     def get_job_info(self, job):
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return SimpleNamespace(status=SimpleNamespace(value=answer), driver_exit_code=0, message="")
+        return SimpleNamespace(status=SimpleNamespace(value=answer), driver_exit_code=self.code, message="")
 
     def get_job_status(self, job):
         return self.get_job_info(job).status
@@ -61,6 +62,14 @@ def test_a_cluster_that_is_away_for_a_moment_is_asked_again():
     assert submit.follow(Client("RUNNING", AWAY, AWAY, "SUCCEEDED"), "w-attempt1", shown.append) == 0
     assert "".join(shown) == "a line\n"  # once
     assert submit.cancel(Client(AWAY, "RUNNING", "STOPPED"), "w-attempt1")
+
+
+def test_a_driver_that_was_killed_is_said_to_be():
+    for job, more in (("w-attempt1", "; `lt2 resume w` goes on from its last checkpoints"), ("other", "")):
+        shown = []
+        assert submit.follow(Client("FAILED", code=-9), job, shown.append) == 137
+        assert shown == ["a line\n", f"lt2: the process of {job} was killed by SIGKILL{more}\n"]
+    assert submit.follow(Client("FAILED", code=3), "w-attempt1", lambda text: None) == 3
 
 
 def test_one_that_stays_away_is_one_line(clock):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import shlex
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -131,7 +132,7 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], Any]) -
             time.sleep(1.0)
             continue
         if info.status.value in ENDED:
-            return _exit_code(info, write)
+            return _exit_code(job, info, write)
         time.sleep(0.5)
 
 
@@ -169,14 +170,20 @@ async def _tail(client: JobSubmissionClient, job: str, skip: int, write: Callabl
     return max(seen, skip)
 
 
-def _exit_code(info: Any, write: Callable[[str], Any]) -> int:
+def _exit_code(job: str, info: Any, write: Callable[[str], Any]) -> int:
+    """The job's; what its log cannot say, since the process was given no time to, is said here."""
     if info.status.value == "STOPPED":
         return STOPPED_CODE
     code = info.driver_exit_code
     if code is None:  # it never started, or its node died
         write(f"{info.message}\n")
         return 1
-    return code if code >= 0 else 128 - code
+    if code < 0:
+        ours = ATTEMPT.fullmatch(job)
+        more = f"; `lt2 resume {ours['workflow']}` goes on from its last checkpoints" if ours else ""
+        write(f"lt2: the process of {job} was killed by {signal.Signals(-code).name}{more}\n")
+        return 128 - code
+    return code
 
 
 def _reason(error: Exception) -> str:
