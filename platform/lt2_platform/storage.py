@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -181,6 +182,11 @@ class Storage:
     @notes_root
     def write_bytes(self, path: str, data: bytes) -> None:
         """Replace `path` atomically, creating its folders."""
+        full = self.join(path)
+        if full.startswith(S3):  # without a temporary file: records are written also while the disk here is full
+            check_fence()
+            self.fs.pipe_file(full, data)
+            return
         with self.writer(path) as file:
             file.write(data)
 
@@ -233,14 +239,15 @@ class Storage:
             os.link(temporary, full)
             return True
         except FileExistsError:
-            return False
+            # NFS sends a request again whose answer was lost, and then meets the link it made itself.
+            return os.stat(temporary).st_nlink > 1
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
 
     @notes_root
     def delete(self, path: str) -> None:
-        """Remove a file or a whole folder; a missing one is fine. The root itself is refused."""
+        """Remove a file, a link or a whole folder; a missing one is fine. The root itself is refused."""
         full = self.join(path)
         if full == self.root:
             raise ValueError(f"refusing to delete the storage root {self.root}")
@@ -249,7 +256,10 @@ class Storage:
             delete_keys(self.fs, full)
             return
         with suppress(FileNotFoundError):
-            self.fs.rm(full, recursive=True)
+            if os.path.isdir(full) and not os.path.islink(full):
+                shutil.rmtree(full, onerror=_unless_gone)
+            else:
+                os.unlink(full)
 
     # Looking before work begins
 
@@ -277,7 +287,14 @@ class Storage:
 
 
 def _json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n").encode()
+    text = json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
+    return text.encode(errors="backslashreplace")  # lone surrogates, of names that are no UTF-8: as JSON escapes them
+
+
+def _unless_gone(function: object, path: str, raised: tuple[Any, BaseException, Any]) -> None:
+    """Another process may remove some of the same files meanwhile; the rest has to go all the same."""
+    if not isinstance(raised[1], FileNotFoundError):
+        raise raised[1]
 
 
 def _temporary_beside(full: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -97,7 +99,7 @@ def complaint(error: BaseException) -> ConfigError | None:
 
 def refusal(root: str, what: str, error: BaseException) -> ConfigError:
     """An error that says the root, what it cannot be (read, written, used), why, and what to set or do."""
-    return ConfigError(f"storage root {root} cannot be {what} ({reason(error, root)}); {_advice(error)}")
+    return ConfigError(f"storage root {root} cannot be {what} ({reason(error, root)}); {_advice(error, root)}")
 
 
 def is_of_the_store(error: BaseException) -> bool:
@@ -122,7 +124,7 @@ def is_away(error: BaseException) -> bool:
 
 def out_of_reach(uri: str, error: BaseException) -> str:
     """The same of an input: its place, why it cannot be read, and what to set or do."""
-    return f"{uri} cannot be read ({reason(error, uri)}); {_advice(error, 'give another path')}"
+    return f"{uri} cannot be read ({reason(error, uri)}); {_advice(error, uri, 'give another path')}"
 
 
 def reason(error: BaseException, root: str = "") -> str:
@@ -132,6 +134,8 @@ def reason(error: BaseException, root: str = "") -> str:
         return f"there is no bucket {bucket}"
     if isinstance(error, ParamValidationError):
         return f"{bucket!r} is no bucket's name"
+    if _is_full_here(error, root):
+        return f"no space is left in {tempfile.gettempdir()}, where uploads are written first"
     if isinstance(error, NotADirectoryError | FileExistsError):
         return "a part of the path is a file"
     if code := _code(error):
@@ -142,7 +146,13 @@ def reason(error: BaseException, root: str = "") -> str:
     return one_line(error) or type(error).__name__
 
 
-def _advice(error: BaseException, choose: str = CHOOSE) -> str:
+def _is_full_here(error: BaseException, root: str) -> bool:
+    return root.startswith("s3://") and isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+
+def _advice(error: BaseException, root: str, choose: str = CHOOSE) -> str:
+    if _is_full_here(error, root):
+        return "free some, or set TMPDIR to another disk"
     if isinstance(error, NoCredentialsError):
         return f"set {_KEYS}"
     if isinstance(error, ProfileNotFound):

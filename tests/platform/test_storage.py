@@ -1,6 +1,8 @@
 """Storage behaves the same on a local folder and on an S3 server (moto)."""
 
+import errno
 import multiprocessing
+import os
 import pickle
 
 import pytest
@@ -35,6 +37,10 @@ def test_round_trip(storage):
         assert file.read() == b"\xff"
     storage.write_bytes("a/b.bin", b"new")
     assert storage.read_bytes("a/b.bin") == b"new"
+    storage.write_bytes("a/b.bin", b"")
+    assert storage.read_bytes("a/b.bin") == b""
+    storage.write_json("a/c.json", {"error": "of caf\udce9"})  # a name that is no UTF-8
+    assert storage.read_json("a/c.json") == {"error": "of caf\udce9"}
 
 
 def test_listing_shows_what_was_written_and_nothing_else(storage):
@@ -127,6 +133,58 @@ def test_create_exclusive_knows_its_own_object_when_an_answer_was_lost(s3_root, 
     assert storage.create_exclusive("done.json", b"mine") is True
     assert storage.create_exclusive("done.json", b"mine") is False
     assert storage.read_bytes("done.json") == b"mine"
+
+
+def test_create_exclusive_knows_its_own_link_when_an_answer_was_lost(tmp_path, monkeypatch):
+    link = os.link
+
+    def sent_twice(*paths):
+        link(*paths)
+        link(*paths)
+
+    monkeypatch.setattr(os, "link", sent_twice)
+    storage = Storage(str(tmp_path))
+    assert storage.create_exclusive("done.json", b"mine") is True
+    assert storage.create_exclusive("done.json", b"theirs") is False
+    assert os.listdir(tmp_path) == ["done.json"]
+
+
+def test_records_are_written_while_the_disk_here_is_full(s3_root, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", full)
+    Storage(s3_root).write_json("lease.json", {"beat": 1})
+    assert Storage(s3_root).read_json("lease.json") == {"beat": 1}
+
+
+def test_a_folder_goes_whole_while_another_process_deletes_in_it(tmp_path, monkeypatch):
+    storage = Storage(str(tmp_path))
+    for name in "abcd":
+        storage.write_bytes(f"x/{name}/file", b"")
+    unlink = os.unlink
+
+    def overtaken(path, **options):
+        monkeypatch.setattr(os, "unlink", unlink)
+        unlink(path, **options)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", overtaken)
+    storage.delete("x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_a_link_the_link_is_deleted_and_not_what_it_leads_to(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/mine").touch()
+    (tmp_path / "root/deep").mkdir(parents=True)
+    for link in ("root/moved", "root/deep/moved"):
+        (tmp_path / link).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "root/dangling").symlink_to(tmp_path / "nowhere")
+    for path in ("moved", "deep", "dangling"):
+        Storage(str(tmp_path / "root")).delete(path)
+    assert os.listdir(tmp_path / "root") == []
+    assert os.listdir(tmp_path / "elsewhere") == ["mine"]
 
 
 def test_delete_takes_a_path_as_it_is(storage):

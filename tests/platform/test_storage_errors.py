@@ -34,7 +34,10 @@ def of_disk(number):
         (NoCredentialsError(), "(Unable to locate credentials); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
         (ParamValidationError(report="a regex"), "('b' is no bucket's name); give s3://bucket/prefix"),
         (of_disk(errno.EROFS), "(Read-only file system); choose another with --storage or LT2_STORAGE"),
-        (of_disk(errno.ENOSPC), "(No space left on device); choose another"),
+        (
+            of_disk(errno.ENOSPC),
+            "(no space is left in /scratch, where uploads are written first); free some, or set TMP",
+        ),
     ],
 )
 def test_one_line_says_the_root_the_reason_and_what_to_do(monkeypatch, error, line):
@@ -42,8 +45,9 @@ def test_one_line_says_the_root_the_reason_and_what_to_do(monkeypatch, error, li
         raise error
 
     monkeypatch.setattr(Storage, "_writing", fail)
-    with pytest.raises(type(error)) as caught:  # its type stays, for those who decide by it
-        Storage("s3://b/x").write_json("a", {})
+    monkeypatch.setattr("tempfile.tempdir", "/scratch")
+    with pytest.raises(type(error)) as caught, Storage("s3://b/x").writer("a"):  # its type stays, who decide by it
+        pass
     told = str(complaint(caught.value))
     assert told.startswith("storage root s3://b/x cannot be used (")
     assert line in told
