@@ -16,7 +16,7 @@ from lt2.packages import version_of
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
-from lt2_platform.evaluate.tasks import TaskContext, run_tasks
+from lt2_platform.evaluate.tasks import TaskContext, named, run_tasks
 from lt2_platform.json_values import finite
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
@@ -116,13 +116,11 @@ def evaluate_anything(
     if loops:
         raise ConfigError(f"{place} is not a looped model of ours; it has no other depths than its own")
     rows, size = [], 0
-    for task in tasks:
+    for name, task in named(tasks):
         source = replace(source, max_length=task.max_length)
         scorer = load(source).scorer
         size = sum(weight.numel() for weight in scorer.model.parameters())
-        found = evaluate(
-            task, source, out=f"{out}/{task.type}/loops-1", scorer=scorer, actors=actors, progress=progress
-        )
+        found = evaluate(task, source, out=f"{out}/{name}/loops-1", scorer=scorer, actors=actors, progress=progress)
         rows += [{"n_loops": 1, "early_exit": False} | row for row in found]
     result = Evaluated(rows, 0, 1, size)
     write_record(out, result, place, tasks)

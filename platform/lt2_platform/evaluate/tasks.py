@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.config import TaskConfig, check_depths
+
+Task = TypeVar("Task", bound=TaskConfig)
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,14 @@ def placed(row: dict[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def named(tasks: Sequence[TaskConfig]) -> list[tuple[str, TaskConfig]]:
-    counts: Counter[str] = Counter()
-    found = []
+def named(tasks: Sequence[Task]) -> list[tuple[str, Task]]:
+    """Tasks by names of their own: rows and files of two that were called alike could not be told apart."""
+    found: dict[str, Task] = {}
     for task in tasks:
         label = getattr(task, "name", None) or task.type
-        found.append((f"{label}-{counts[label]}" if counts[label] else label, task))
-        counts[label] += 1
-    return found
+        names = (f"{label}-{n}" if n else label for n in itertools.count())
+        found[next(name for name in names if name not in found)] = task
+    return list(found.items())
 
 
 def checked(task: str, row: Any) -> dict[str, Any]:

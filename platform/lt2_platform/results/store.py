@@ -32,7 +32,7 @@ from lt2_platform.results.curves import encode, last_written, rows_table
 from lt2_platform.results.index import Index
 from lt2_platform.results.parts import list_parts, part_name, read_curves, read_parts, write_curves
 from lt2_platform.results.rows import result_rows
-from lt2_platform.results.tables import RunInfo, flatten
+from lt2_platform.results.tables import RunInfo, as_text, flatten
 from lt2_platform.storage import Storage
 
 __all__ = ["NOTE", "Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
@@ -102,8 +102,8 @@ class ResultsStore:
             return
         path = f"runs/{run_id}/evals/{name}-{time.time_ns():020d}-{secrets.token_hex(3)}.parquet"
         with self.storage.writer(path) as file:
-            keys = dict.fromkeys(key for row in rows for key in row)  # pyarrow would take those of the first row only
-            pq.write_table(pa.Table.from_pylist([{key: row.get(key) for key in keys} for row in rows]), file)
+            keys = dict.fromkeys(key for row in rows for key in row)
+            pq.write_table(pa.table({key: _column([row.get(key) for row in rows]) for key in keys}), file)
         index_files.write_eval_journal(self.storage, run_id, name, rows)
         # A run that is evaluated often would grow the journal all its life, and every reader opens all of it.
         index_files.compact_when_long(self.storage, "~")
@@ -248,6 +248,14 @@ class RunWriter:
                 log.error("%s: its last metrics are not written (%s)", self.run.run_id, error)
         elif self.run.state == "running":
             self.close()
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """As text where tasks mean different kinds of value by one name, or a number is larger than a column holds."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        return pa.array([None if value is None else as_text(value) for value in values])
 
 
 def check_name(name: str, what: str) -> None:

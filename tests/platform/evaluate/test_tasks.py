@@ -14,7 +14,7 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import PerplexityConfig, TaskConfig, ThroughputConfig
-from lt2_platform.evaluate.tasks import Spent, TaskContext, placed, proportion, run_tasks
+from lt2_platform.evaluate.tasks import Spent, TaskContext, named, placed, proportion, run_tasks
 from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -215,6 +215,16 @@ def test_a_task_that_returns_no_list_is_told_so(tmp_path, monkeypatch, returned)
     monkeypatch.setattr(PerplexityConfig, "run", lambda *_: returned)
     with pytest.raises(ConfigError, match=r"^task perplexity returned .*; give a list of rows$"):
         run_tasks([PerplexityConfig()], model(), context(tmp_path))
+
+
+def test_no_two_tasks_have_one_name():
+    class Own(TaskConfig):
+        type: str = "own"
+        name: str = ""
+
+    tasks = [Own(name=name) for name in ("a-1", "a", "a", "", "")]
+    assert [name for name, _ in named(tasks)] == ["a-1", "a", "a-2", "own", "own-1"]
+    assert [task for _, task in named(tasks)] == tasks
 
 
 def test_proportions_have_the_standard_error_of_a_sample_mean():

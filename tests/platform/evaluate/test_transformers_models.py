@@ -159,8 +159,10 @@ def test_a_model_folder_is_evaluated_like_a_checkpoint(tmp_path):
     folder = save_folder(tmp_path / "model", bos=True)
     pack = str(tmp_path / "pack")
     packs.build(pack, write(tmp_path / "data", arc_easy=arc(), mine=choices(), nq_open=nq(2)))
-    config = HarnessConfig(pack=pack, tasks=("arc_easy", "mine", "nq_open"))
-    found = evaluate_anything(folder, [config], out=str(tmp_path / "out"))
+    config, other = (HarnessConfig(pack=pack, tasks=tasks) for tasks in (("arc_easy", "mine"), ("nq_open",)))
+    found = evaluate_anything(folder, [config, other], out=str(tmp_path / "out"))
+    for name in ("harness", "harness-1"):  # a second one leaves the answers of the first, should it be cut off
+        assert list((tmp_path / "out" / name / "loops-1/batches").iterdir())
     assert {(row["task"], row["metric"], row["n"]) for row in found.rows} >= {
         ("arc_easy", "acc", 6),
         ("mine", "acc", 4),

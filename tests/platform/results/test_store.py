@@ -268,3 +268,13 @@ def test_evaluation_rows_may_have_different_keys(local):
     (path,) = local.storage.list("runs/r/evals")
     with local.storage.open(f"runs/r/evals/{path}") as file:
         assert pq.read_table(file).to_pylist()[1] == {"metric": "b", "value": 2.0, "note": "late"}
+
+
+def test_evaluation_rows_may_mean_different_kinds_of_value_by_one_name(local):
+    rows = [{"metric": "a", "value": 1.0, "group": 1, "n": 2**70}, {"metric": "b", "value": 2, "group": "all", "n": 3}]
+    local.log_eval("r", "mixed", rows)
+    assert [row for _, _, row in local.index().evals] == rows
+    (path,) = local.storage.list("runs/r/evals")
+    with local.storage.open(f"runs/r/evals/{path}") as file:
+        kept = pq.read_table(file).to_pylist()
+    assert [(row["value"], row["group"], row["n"]) for row in kept] == [(1.0, "1", str(2**70)), (2.0, "all", "3")]

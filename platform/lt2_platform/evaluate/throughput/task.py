@@ -125,4 +125,5 @@ def rate(tokens: int, times: list[float]) -> dict[str, float]:
     """Median and quartiles of tokens per second."""
     rates = sorted(tokens / t for t in times)
     low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else (rates[0],) * 3
-    return {"median": statistics.median(rates), "q1": low, "q3": high}
+    # Of two the quartiles would lie beyond both, below zero even.
+    return {"median": statistics.median(rates), "q1": max(low, rates[0]), "q3": min(high, rates[-1])}

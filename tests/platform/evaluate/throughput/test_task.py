@@ -10,7 +10,7 @@ from lt2.config import ModelConfig
 from lt2_platform.evaluate.config import ThroughputConfig
 from lt2_platform.evaluate.throughput import cells as throughput_cells
 from lt2_platform.evaluate.throughput.cells import Cell, frontier, measured
-from lt2_platform.evaluate.throughput.task import OutOfMemoryError, phase
+from lt2_platform.evaluate.throughput.task import OutOfMemoryError, phase, rate
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from tests.platform.evaluate.tiny import MODEL
@@ -41,6 +41,15 @@ def test_the_frontier_is_found_by_doubling_and_bisection(limit):
         assert high - low <= max(1, low // 16)
     assert len(asked) == len(set(asked))
     assert len(asked) < 14
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [([2.0], (5, 5, 5)), ([1.0, 10.0], (1, 5.5, 10)), ([1, 2, 4, 5, 10], (1.5, 2.5, 7.5))],
+)
+def test_quartiles_lie_between_what_was_measured(times, expected):
+    found = rate(10, times)
+    assert (found["q1"], found["median"], found["q3"]) == expected
 
 
 def test_nothing_fits():
