@@ -13,9 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
+from lt2_platform import storage_errors
+from lt2_platform.fence import FENCE
 from lt2_platform.storage import Storage
-from lt2_workflows.engine.attempt import BAD_INPUT, FAILED, StepContext, _work
+from lt2_workflows.engine import attempt, records
+from lt2_workflows.engine.attempt import BAD_INPUT, DONE, FAILED, StepContext, _work
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.loading import load_workflow
 from tests.workflows.conftest import FAKE_STEPS
@@ -93,6 +97,36 @@ def test_a_step_that_exits_has_failed(tmp_path, monkeypatch, capsys):
     code, error, _ = worked(tmp_path, monkeypatch, lambda config, context: sys.exit(0))
     assert (code, error) == (FAILED, "SystemExit: 0")
     assert "sys.exit(0)" in capsys.readouterr().err  # where from
+
+
+def test_a_store_that_is_away_as_an_attempt_begins_and_ends_costs_no_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_errors, "LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setenv(FENCE, "")  # which the attempt sets: it is not to stay
+    for name, instead in {
+        "capture_output": lambda *of: lambda: None,
+        "_ignore_signals": list,
+        "leave_ray": list,
+    }.items():
+        monkeypatch.setattr(attempt, name, instead)
+    asked = []
+
+    def refused_at_first(question):
+        def ask(*of):
+            asked.append(question.__name__)
+            if asked.count(question.__name__) == 1:
+                raise EndpointConnectionError(endpoint_url="http://away")
+            return question(*of)
+
+        return ask
+
+    monkeypatch.setattr(attempt, "read_done", refused_at_first(records.read_done))
+    monkeypatch.setattr(records.Lease, "stop", refused_at_first(records.Lease.stop))
+    workflow, storage = load_workflow(f"{FAKE_STEPS}:chain", []), Storage(str(tmp_path))
+    events: list[dict[str, Any]] = []
+    assert attempt.run_attempt(storage, workflow, "first", 1, 30.0, events.append) == DONE
+    assert records.read_done(storage, workflow.steps["first"])
+    assert records.read_record(storage, records.lease_path(workflow.steps["first"].folder, 1))["released"]
+    assert asked == ["read_done"] * 2 + ["stop"] * 2
 
 
 def test_last_words_that_take_too_long_are_not_waited_for():

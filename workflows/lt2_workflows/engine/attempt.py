@@ -111,9 +111,9 @@ def run_attempt(
     if not patiently(lease.acquire):
         return BUSY
     os.environ[FENCE] = storage.join(lease.fence)
-    if read_done(storage, step) is not None:  # another attempt finished before the claim succeeded
-        lease.stop()
-        lease.release()
+    if patiently(lambda: read_done(storage, step)) is not None:  # another attempt finished before the claim succeeded
+        patiently(lease.stop)
+        patiently(lease.release)
         return DONE
     folder = f"{step.folder}/attempts/{number}"
     state: dict[str, Any] = {"state": "running", "started": time.time(), "provenance": provenance(), "error": None}
@@ -136,7 +136,7 @@ def run_attempt(
     # From here on nothing may interrupt, and no thread of ours may touch the records behind our back.
     _ignore_signals()
     leave_ray()
-    if not lease.stop():
+    if not patiently(lease.stop):
         end("another process took over this step")
     state |= {"state": STATES[code], "ended": time.time(), "error": error}
     try:

@@ -111,7 +111,10 @@ def _events(driver: Driver, child: subprocess.Popen[str]) -> Iterator[dict[str, 
             continue
         if line is None:
             return
-        event = json.loads(line)
+        try:
+            event = json.loads(line)
+        except ValueError:  # killed while it wrote: its exit code says the rest
+            continue
         if event["event"] == "stopping":
             saving, event["wait_s"] = True, SAVE_GRACE_S
             if deadline != math.inf:  # of a cancelled job, Ray may have told the child before we did

@@ -6,6 +6,7 @@ any moment and started again. A step whose attempt was cut off is taken over onc
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lt2.config import ConfigError
 from lt2_platform.machine.cores import usable
-from lt2_platform.storage_errors import patiently
+from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
 from lt2_workflows.engine.attempt import BAD_INPUT, BUSY, DONE, INFRASTRUCTURE, INTERRUPTED, StepContext
 from lt2_workflows.engine.child import run_child
 from lt2_workflows.engine.cores import side_by_side
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # Infrastructure errors do not count against a step's retries, but a step that only ever kills its worker must end:
 # so many in all, and so many in a row that got nowhere.
 MAX_LOST, MAX_LOST_WITHOUT_PROGRESS = 100, 4
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[dict[str, Any]], None]
 Answer = TypeVar("Answer")
@@ -160,8 +163,8 @@ def _run_graph(driver: Driver, steps: Mapping[str, Step]) -> dict[str, Outcome]:
                     continue
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     outcomes[running.pop(future)] = future.result()
-        except BaseException:
-            if driver.stopping.is_set():  # whoever asked before does not wait any longer
+        except BaseException as error:
+            if driver.stopping.is_set() and isinstance(error, KeyboardInterrupt):  # whoever asked waits no longer
                 driver.at_once.set()
             driver.stopping.set()  # the threads stop their attempts, and leaving the pool waits for them
             try:
@@ -198,7 +201,7 @@ def _drive(driver: Driver, step: Step) -> Outcome:
         if driver.stopping.is_set():
             driver.tell(step, "interrupted", attempt=attempt, error=error)
             if code != INTERRUPTED:  # it was killed, or failed, before it could release its lease
-                release_for(driver.storage, step.folder, attempt)
+                _release(driver, step, attempt)
             return Outcome("interrupted", attempt, error, log)
         infrastructure = code in (INFRASTRUCTURE, INTERRUPTED)
         lost += infrastructure
@@ -210,6 +213,13 @@ def _drive(driver: Driver, step: Step) -> Outcome:
             return Outcome("failed", attempt, error, log)
         driver.tell(step, "retry", attempt=attempt, error=error, log=log, infrastructure=infrastructure)
         driver.stopping.wait(2.0 ** min(5, failures + lost_in_a_row - 1))
+
+
+def _release(driver: Driver, step: Step, attempt: int) -> None:
+    try:
+        release_for(driver.storage, step.folder, attempt)
+    except STORAGE_ERRORS as error:  # others look after it themselves; what else stops here must not be cut short
+        log.warning("%s: the lease of attempt %d is not released (%s)", step.name, attempt, error)
 
 
 def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Outcome:
