@@ -61,8 +61,27 @@ def plan_memory(
     if bf16 is None:
         bf16 = train.precision == "bf16" or (train.precision == "auto" and device_type == "cuda")
     sharded = workers > 1 if sharded is None else sharded
+    options: dict[str, Any] = {
+        "device_type": device_type,
+        "bf16": bf16,
+        "sharded": sharded,
+        "shards": min(train.shard_workers or workers, workers),
+        "teacher": teacher,
+    }
     rows, size = train.rows(workers)
-    shards = min(train.shard_workers or workers, workers)
+    full, rest = divmod(rows, size)
+    micro_steps = [(size, full > 1)]
+    if rest and full == 1:  # the first finds no gradients that wait, the second is smaller
+        micro_steps.append((rest, True))
+    plans = [_plan(config, train, seq_len, size, waiting, **options) for size, waiting in micro_steps]
+    return max(plans, key=lambda plan: plan.total)
+
+
+def _plan(
+    config: ModelConfig, train: TrainConfig, seq_len: int, size: int, waiting: bool, *, device_type: str, bf16: bool,
+    sharded: bool, shards: int, teacher: ModelConfig | None,
+) -> Memory:  # fmt: skip
+    """The peak of a micro-step of `size` sequences and of the update; waiting: for gradients of earlier micro-steps."""
     keep = bool(train.keep_gathered)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bf16 else nullcontext
     recompute, objective = train.recompute, train.objective
@@ -75,7 +94,7 @@ def plan_memory(
         parallel.wrap_blocks(model, recompute="block" if recompute == "loop" else recompute)
         walk = Walk(
             Weights.of(model),
-            micro_steps=-(-rows // size),
+            waiting=waiting,
             sharded=sharded,
             shards=shards,
             keep=keep,

@@ -64,8 +64,7 @@ class Tracer:
             with self.live.over() as first:
                 earlier = self._use(block, layer, spec, force)  # fills autocast's cache, as the first loop does
             with self.live.over() as second:
-                out, aux = self._use(block, layer, spec, force)
-        ends = [t for t in (out, aux) if t is not None and t.requires_grad]
+                ends = self._use(block, layer, spec, force)
         grads = [torch.empty_like(t) for t in ends]
         with self.live.over() as back:
             if ends:
@@ -77,9 +76,12 @@ class Tracer:
         once = max(0, first[0] - second[0])
         return Unit(second[0] - self.replaced, once, gradients, second[1], back[1])
 
-    def _use(self, block: Any, layer: int, spec: Any, force: Any) -> tuple[Tensor, Tensor | None]:
-        out, aux = block(self.depth.entry(layer, self.h), spec, self.seq, None, force)
-        return self.depth.keep(self.h, out), aux
+    def _use(self, block: Any, layer: int, spec: Any, force: Any) -> list[Tensor]:
+        """What the block gives that has a gradient."""
+        # A stream that no gradient follows goes with its next user, unless backward computes that one again.
+        h = self.h if self.align is None else self.h.detach().clone()
+        out, aux = block(self.depth.entry(layer, h), spec, self.seq, None, force)
+        return [t for t in (self.depth.keep(h, out), aux) if t is not None and t.requires_grad]
 
     def end(self) -> Unit:
         """Of what follows a loop's last block, whose output goes unless its backward needs it."""

@@ -88,13 +88,13 @@ class Weights:
 
 class Walk:
     """shards: workers that hold a part each; keep: gathered blocks stay; itemsize: of what is gathered; waiting:
-    whether micro-batches' gradients wait for the last one."""
+    whether gradients of earlier micro-batches wait for this one's."""
 
     def __init__(
-        self, weights: Weights, *, micro_steps: int, sharded: bool, shards: int, keep: bool, itemsize: int, tied: bool
+        self, weights: Weights, *, waiting: bool, sharded: bool, shards: int, keep: bool, itemsize: int, tied: bool
     ):
         self.weights, self.sharded, self.shards, self.keep = weights, sharded, shards, keep
-        self.waiting, self.itemsize, self.tied = micro_steps > 1, itemsize, tied
+        self.waiting, self.itemsize, self.tied = waiting, itemsize, tied
         self.now = self.peak = Memory()
         self.add(parameters=4 * weights.all // shards, optimizer=8 * weights.learning // shards)
 

@@ -140,4 +140,7 @@ def has_new_mixers(model: ModelConfig) -> bool:
 
 def is_new_mixer(name: str, model: ModelConfig) -> bool:
     """Whether the parameter called `name` is of a mixer that a kept layout put in the place of attention."""
-    return model.layout.type == "kept" and f".mixers.{model.layout.mixer.weights}." in name
+    layout = model.layout
+    if layout.type != "kept" or f".mixers.{layout.mixer.weights}." not in name:
+        return False
+    return int(name.split(".")[1]) not in layout.kept  # a layer that holds both and keeps its attention never runs it

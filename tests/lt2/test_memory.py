@@ -90,6 +90,7 @@ CASES = {
     "gdn, selective, accumulate": (
         {"n_loops": 4}, {"activation_checkpoint": "selective", "micro_batch_size": 2}
     ),
+    "full, a smaller last micro-batch": ({"mixer": "full"}, {"activation_checkpoint": True, "micro_batch_size": 3}),
     "gdn, blocks, accumulate": ({"n_loops": 4}, {"activation_checkpoint": True, "micro_batch_size": 2}),
     "gdn, blocks, bf16": ({"n_loops": 4}, {"activation_checkpoint": True, "precision": "bf16"}),
     "gdn, loops": ({"n_loops": 4}, {"activation_checkpoint": "loop"}),
@@ -158,6 +159,11 @@ KEPT = {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"},
 STAGES = {
     "align": ({}, {"objective": {"type": "align"}}, "none"),
     "align, blocks": (OURO, {"objective": {"type": "align"}, "activation_checkpoint": True}, "none"),
+    "align, few layers, blocks": (
+        {"kept": {"mixer": {"type": "la"}, "kept": [0, 1]}},
+        {"objective": {"type": "align"}, "activation_checkpoint": True},
+        "none",
+    ),
     "distill": ({}, {}, "teacher"),
     "distill, as Ouro": (OURO, {"activation_checkpoint": True, "micro_batch_size": 2}, "teacher"),
     "distill, loops, bf16": ({}, {"activation_checkpoint": "loop", "precision": "bf16"}, "teacher"),
@@ -181,10 +187,11 @@ STAGES = {
 def stage(name):
     """(student's config, settings, teacher's config or None, k of its stored top-k or None)"""
     model, settings, given = STAGES[name]
+    model, kept = {key: value for key, value in model.items() if key != "kept"}, model.get("kept", {})
     settings = train_config(**({"objective": {"type": "distill", "k": 16, "supervision": "uniform"}} | settings))
     teacher = model_config(**(WHOLE | model))
     both = settings.objective.type == "align"
-    student = model_config(**(WHOLE | model | {"layout": KEPT | {"both": both}}))
+    student = model_config(**(WHOLE | model | {"layout": KEPT | kept | {"both": both}}))
     return student, settings, teacher if given == "teacher" else None, 16 if given == "stored" else None
 
 

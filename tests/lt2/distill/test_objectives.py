@@ -207,6 +207,11 @@ def test_frozen_rest_and_its_slower_rate():
     _, student = pair((1,))
     freeze(student, DistillConfig(rest_lr_scale=0))
     assert {name.split(".")[3] for name, p in student.named_parameters() if p.requires_grad} == {"gdn"}
+    _, holding = pair((1,), both=True)
+    freeze(holding, AlignConfig())  # the mixer that layer 1 holds beside its attention never runs
+    assert {tuple(name.split(".")[1:4:2]) for name, p in holding.named_parameters() if p.requires_grad} == {
+        ("0", "gdn"), ("2", "gdn")
+    }  # fmt: skip
     freeze(student, DistillConfig())
     config = DistillConfig()
     groups = adamw(student, lr=1e-4, lr_scale=lambda name: config.lr_scale(name, student.config)).param_groups

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lt2.config import ConfigError
+from lt2.train.guard import Origin
 from lt2.train.loop import SAVE, STOP, NonFiniteLossError, PreemptedError, TrainState, train
 from lt2.train.loss import next_token_objective
 from lt2.train.optim import adamw
@@ -52,6 +53,14 @@ def test_a_gradient_that_is_not_finite_is_told_with_the_finite_loss():
     model, (loss, *_) = toy(), run()[0].losses
     with pytest.raises(NonFiniteLossError, match=f"step 1: loss {loss}, gradient norm nan; .* only the gradient"):
         train(model, objective, batches(), adamw(model, lr=1e-2), lambda step: 1e-2, CONFIG, TrainState())
+
+
+def test_where_a_bad_number_came_from_in_words():
+    block = Origin("block", loop=1, layer=2, mixer="gdn", rank=3, sequences=(4, 5), weight="rho")
+    assert str(block) == (
+        "first not finite: the output of loop 1, layer 2 (gdn), on rank 3, sequences [4, 5]; weight rho is not finite"
+    )
+    assert str(Origin("loss")) == "first not finite: the loss, of a finite state, on rank 0; all weights are finite"
 
 
 def test_skipped_batches_are_as_if_they_were_not_in_the_data():
