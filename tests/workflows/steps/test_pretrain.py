@@ -5,7 +5,8 @@ import pytest
 from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_platform.train import trainer
-from lt2_workflows.cost import Training
+from lt2_workflows.console import amount
+from lt2_workflows.cost import Training, flops_per_token
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.inputs import conflicts
 from lt2_workflows.loading import workflow_from_record
@@ -95,3 +96,15 @@ def test_what_cannot_go_on_is_told_before_anything_runs(tmp_path, data, cool, me
 def test_weights_alone_or_everything(data):
     with pytest.raises(ConfigError, match=r"give start .* or continue_from .*, not both"):
         context_of("unused", budgets(data, {"start": data}), "cool")
+
+
+def test_the_plan_has_the_flops_of_the_objective(tmp_path, data):
+    gated = {
+        "model": MODEL | {"halting": {"type": "exit_gate"}},
+        "train": train(steps=4, objective={"type": "exit_gate"}),
+    }
+    steps = {"gated": {"type": "pretrain", "data": data} | gated}
+    context = context_of(tmp_path / "storage", steps, "gated")
+    run = planned_training(context.step.config, context)
+    tokens = run.train.steps * run.train.global_batch_size * run.seq_len
+    assert f", {amount(tokens * flops_per_token(run, 'none'))} FLOPs" in describe_pretrain(context.step.config, context)

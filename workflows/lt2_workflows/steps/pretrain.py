@@ -117,6 +117,7 @@ def check_evaluation(config: PretrainStep | DistillStep, context: StepContext) -
 def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
     """Parameters, tokens and FLOPs, from the data if it is there, else from its tokenizer."""
     from lt2.analysis.accounting import summarize
+    from lt2_workflows.cost import Training, flops_per_token
 
     model, seq_len = planned_model(config, context)
     cost = summarize(model, seq_len)
@@ -134,7 +135,7 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled)"
         f"{mixing}, "
         f"{config.train.steps - first:,} steps, {amount(tokens)} tokens, "
-        f"{amount(tokens * cost['training_flops_per_token'])} FLOPs, "
+        f"{amount(tokens * flops_per_token(Training(model, config.train, seq_len), 'none'))} FLOPs, "
         f"cache {amount(cost['cache_bytes_per_sequence']).replace('B', 'G')}B per sequence of {seq_len:,}" + beginning
     )
 
