@@ -74,6 +74,17 @@ def test_only_the_runs_of_the_result_that_is_shown_are_looked_up(store, monkeypa
     assert looked == ["validation/perplexity/perplexity", "loss"]
 
 
+@pytest.mark.parametrize("name", ["seeds", "sweep"])
+def test_a_store_without_runs_says_what_makes_some(store, name):
+    found = figure(store, name)
+    assert (found.option["empty"], found.produce, found.notes) == (
+        "No run that matches has the result 'loss'.",
+        "lt2 sweep ratio",
+        [],
+    )
+    assert not figure(store, name, q="other").produce
+
+
 def test_what_does_not_count_is_told(store):
     for seed, loss in enumerate((2.0, math.inf, math.nan)):
         add(store, f"r{seed}", seed=seed, loss=loss)

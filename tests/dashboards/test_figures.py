@@ -162,7 +162,7 @@ def test_configurations_over_their_seeds_best_first_with_the_odds_of_chance(tmp_
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({}, "curves: parameter 'runs' is missing"),
+        ({}, "curves needs runs: choose them above"),
         ({"runs": "full-1", "rnus": "x"}, "curves: no parameter 'rnus'; it takes runs, metric"),
         ({"runs": "full-1", "x": "loss"}, "curves: x='loss': Input should be 'step', 'tokens', 'flops' or 'time'"),
         ({"runs": "full-1", "smooth": "much"}, "curves: smooth='much'"),

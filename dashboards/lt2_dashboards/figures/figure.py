@@ -67,7 +67,8 @@ def draw(function: Callable[..., Figure], source: Source, query: Mapping[str, st
         arguments[name] = _parse(function.__name__, name, hints[name], text)
     missing = [n for n, p in parameters.items() if p.default is p.empty and n not in arguments]
     if missing:
-        raise ConfigError(f"{function.__name__}: parameter {missing[0]!r} is missing")
+        name = missing[0]
+        raise ConfigError(f"{function.__name__} needs {name}: choose them above, or add ?{name}=… to the address")
     return function(source, **arguments)
 
 

@@ -9,7 +9,7 @@ from lt2.train.config import SEEDS
 from lt2_dashboards.figures.chosen import choose
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.series import points, whiskers
-from lt2_dashboards.figures.sweep import MAX_AXES, settings_of, short_names
+from lt2_dashboards.figures.sweep import MAX_AXES, NEEDS, settings_of, short_names
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.evaluate.ablations import FLOPS
 from lt2_platform.evaluate.student import mean_std, welch
@@ -48,6 +48,9 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     cost = ["training FLOPs"] if spent else []
     columns = [*keys, "runs", metric, "standard deviation", "p against the best", *cost, "names"]
     better = "lowest" if sign > 0 else "highest"
+    if not runs:
+        columns, produce = ["runs", metric], "" if q else NEEDS
+        return Figure(f"{metric} by configuration", _option([], keys, metric), columns, list, found.notes, produce)
     notes = [
         *found.notes,
         f"Bars are one standard deviation over seeds. Best is the {better}. p: Welch's t-test of the means, which "

@@ -9,6 +9,7 @@ from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.queries import Source
 
 MAX_AXES = 8
+NEEDS = "lt2 sweep ratio"  # or any runs; said where nobody has filtered them away
 
 
 def sweep(source: Source, *, q: str = "", metric: str = "") -> Figure:
@@ -26,7 +27,8 @@ def sweep(source: Source, *, q: str = "", metric: str = "") -> Figure:
     rows = [[run, *(settings[run].get(key, (None, None))[0] for key in keys), value] for run, value in runs]
     more = [f"{len(varying) - MAX_AXES} more settings differ and are not drawn."] if len(varying) > MAX_AXES else []
     option = _option(runs, keys, settings, metric)
-    return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, [*found.notes, *more])
+    produce = "" if runs or q else NEEDS
+    return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, [*found.notes, *more], produce)
 
 
 def short_names(keys: list[str]) -> dict[str, str]:

@@ -44,7 +44,7 @@ function route() {
   fill(main);
   current = null;
   if (!found) {
-    document.title = "LT2";
+    document.title = "No such page · LT2";
     return fill(main, notice("empty", "There is no such page", "The address may be mistyped; the pages are listed above."));
   }
   document.title = `${found[2]} · LT2`;

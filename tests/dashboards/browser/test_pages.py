@@ -155,6 +155,9 @@ def test_missing_things_say_so(page, site):
     ]:
         page.goto(site.address + address)
         page.get_by_text(text).first.wait_for()
+        assert page.locator("details.same:visible, .toolbar h2:visible").count() == 0  # nor heads of what is not there
+    page.goto(f"{site.address}/elsewhere")
+    until(page, "document.title === 'No such page · LT2'")
 
 
 def test_an_empty_store_says_what_to_do(browser, tmp_path):

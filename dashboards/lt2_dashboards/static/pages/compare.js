@@ -16,7 +16,7 @@ export function comparePage(main) {
   const messages = h("div");
   const controls = curveControls();
   const table = h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Comparison" });
-  const same = h("details", { class: "same" });
+  const same = h("details", { class: "same", hidden: true });
   let colours = new Map(), recoloured = "[]"; // of seeds that are drawn as one line
   function recolour(found) {
     colours = coloursOf(found);
@@ -41,7 +41,7 @@ export function comparePage(main) {
       fill(messages, h("p", { class: "quiet-note loading" }, "Reading the runs…"));
       stop = poll(`/api/compare${query({ runs })}`, (found) => { body = found; show(); }, (error) => {
         fill(messages, notice("error", "These runs cannot be compared", error.message, h("a", { href: "/" }, "All runs")));
-        grid.hidden = true;
+        table.hidden = caveat.hidden = same.hidden = curvesBar.hidden = grid.hidden = true;
       });
     }
     drawTiles();
@@ -50,7 +50,7 @@ export function comparePage(main) {
   function show() {
     const few = !body || body.runs.length < 2;
     fill(messages, few ? notice("empty", "Select two or more runs", "Tick runs in the table of runs and press Compare.", h("a", { href: "/" }, "All runs")) : null);
-    table.hidden = caveat.hidden = few;
+    table.hidden = caveat.hidden = same.hidden = few;
     grid.hidden = curvesBar.hidden = few || !trained().length;
     if (few) return;
     askPairs();

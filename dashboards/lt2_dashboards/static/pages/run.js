@@ -54,18 +54,19 @@ export function runPage(main, run) {
   const side = h("section");
   const tiles = new Map();
   let body = null;
-  fill(main, header, messages, story, h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element), grid, side);
+  const curvesBar = h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element);
+  fill(main, header, messages, story, curvesBar, grid, side);
   fill(messages, h("p", { class: "quiet-note loading" }, "Reading the run…"));
   document.title = `${run} · LT2`;
 
   const stop = poll(`/api/runs/${encodeURIComponent(run)}`, (found) => { body = found; show(); }, (error) => {
     fill(header, h("h1", {}, run));
     fill(messages, notice("error", "This run cannot be shown", error.message, h("a", { href: "/" }, "All runs")));
-    grid.hidden = side.hidden = true;
+    curvesBar.hidden = grid.hidden = side.hidden = true;
   });
 
   function show() {
-    grid.hidden = side.hidden = false;
+    curvesBar.hidden = grid.hidden = side.hidden = false;
     const state = stateOf(body);
     // By the pace of the last steps: the time since the start also holds what the run stood still.
     const left = state === "running" && body.total && body.seconds_per_step ? body.seconds_per_step * (body.total - body.step) : null;
