@@ -1,16 +1,24 @@
-"""A driver that stops, and a store that fails just then: what saves is not cut short."""
+"""A driver whose store fails while it stops: what saves is not cut short. Or while it looks back: it waits."""
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
 
+from lt2_platform import storage_errors
+from lt2_platform.storage import Storage
 from lt2_workflows.engine import executor
-from lt2_workflows.engine.executor import Outcome
+from lt2_workflows.engine.executor import Driver, Outcome
+from lt2_workflows.engine.records import Events
+from lt2_workflows.graph import STEP_TYPES
+from lt2_workflows.loading import load_workflow
+from lt2_workflows.provenance import provenance
+from tests.workflows.conftest import FAKE_STEPS
 
 AWAY = EndpointConnectionError(endpoint_url="http://away")
 
@@ -64,3 +72,20 @@ def test_steps_that_have_not_begun_are_not_begun(driver, monkeypatch):
     outcomes = executor._run_graph(driver, steps)
     assert began == ["a"]
     assert {name: outcome.state for name, outcome in outcomes.items()} == {"a": "done", "b": "interrupted"}
+
+
+def test_what_has_changed_since_a_step_finished_is_asked_for_patiently(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_errors, "LONGEST_PAUSE_SECONDS", 0.0)
+    storage, workflow, said, asked = Storage(str(tmp_path)), load_workflow(f"{FAKE_STEPS}:chain"), [], []
+
+    def outdated(config, context):
+        asked.append(context.step.name)
+        return "THE CORPUS HAS CHANGED" if len(asked) > 1 else away()
+
+    monkeypatch.setitem(STEP_TYPES, "write", replace(STEP_TYPES["write"], outdated=outdated))
+    driver = Driver(
+        storage, workflow, Events(storage, workflow.id), said.append, 3.0, True, {}, {}, stopping=threading.Event()
+    )
+    done = {"attempt": 2, "provenance": provenance(), "result": {}}
+    assert executor._finished(driver, workflow.steps["first"], done, ran=False).state == "skipped"
+    assert (asked, said[0]["stale"]) == (["first"] * 2, "THE CORPUS HAS CHANGED")

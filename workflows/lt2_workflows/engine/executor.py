@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lt2.config import ConfigError
@@ -230,7 +231,8 @@ def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Ou
     changed, outdated = drift(done["provenance"], provenance()), STEP_TYPES[step.config.type].outdated
     stale = ""
     if outdated is not None and driver.workflow.part_of is None:  # not once for every trial of a sweep
-        stale = outdated(step.config, StepContext(driver.storage, driver.workflow, step, lambda values: None))
+        context = StepContext(driver.storage, driver.workflow, step, lambda values: None)
+        stale = driver.ask(partial(outdated, step.config, context))
     driver.tell(step, "skipped", attempt=done["attempt"], result=done["result"], drift=changed, stale=stale)
     return Outcome("skipped", done["attempt"], log=log)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ def as_latex(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """A tabular for booktabs; the best number of each column is bold."""
     best = {}
     for column in columns:
-        values = [row[column] for row in rows if row.get(column) is not None]
+        numbers = (row.get(column) for row in rows)
+        values = [number for number in numbers if number is not None and math.isfinite(number)]
         best[column] = (min if column == "PPL" else max)(values) if values else None
     lines = [r"\begin{tabular}{l" + "r" * len(columns) + "}", r"\toprule"]
     lines += [" & ".join(["Model", *columns]) + r" \\", r"\midrule"]

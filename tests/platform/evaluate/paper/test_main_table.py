@@ -1,5 +1,7 @@
 """The paper's tables: averages recomputed, contradictions said, ours beside it."""
 
+import math
+
 import pytest
 
 from lt2_platform.evaluate.paper import long_context as paper_recall
@@ -61,6 +63,14 @@ def test_formats():
     assert r"my\_run & \textbf{5.00} & \textbf{99.00}" in latex
     assert latex.count(r"\\") == len(rows) + 1
     assert as_csv(rows, COLUMNS).splitlines()[-1].startswith("my_run,ours,5.0,99.0")
+
+
+def test_a_model_that_diverged_takes_nobodys_place_as_the_best():
+    rows = [
+        {"model": model, "source": "ours", "PPL": value} for model, value in (("a", math.nan), ("b", 5.0), ("c", 0))
+    ]
+    lines = as_latex(rows, ("PPL",)).splitlines()
+    assert [line for line in lines if "textbf" in line] == [r"c & \textbf{0.00} \\"]
 
 
 def test_the_long_context_table_has_every_printed_number_in_its_column():
