@@ -73,8 +73,9 @@ def discard(storage: Storage) -> None:
 
 
 def _tidy(storage: Storage) -> None:
-    storage.delete(STAGING)
-    storage.delete(MARK)
+    for made in (STAGING, MARK):
+        if storage.exists(made):  # of a finished dataset there is nothing to delete, and it may be read-only
+            storage.delete(made)
 
 
 def special_ids(tokenizer: Tokenizer | dict[str, Any]) -> list[int | None]:

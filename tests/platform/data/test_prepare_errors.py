@@ -211,6 +211,8 @@ def test_what_a_crash_left_is_known_as_ours(folder, no_ray, monkeypatch, place):
     (out / ".staging").mkdir()
     assert prepare(config, str(out)) == manifest
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "train"]
+    monkeypatch.setattr(Storage, "delete", None)  # of a dataset that may only be read
+    assert prepare(config, str(out)) == manifest
 
 
 @pytest.mark.parametrize("tokenize", ["ahead", "on_the_fly"])

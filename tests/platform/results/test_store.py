@@ -10,6 +10,7 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.results import index as results_index
+from lt2_platform.results.curves import CURVES, decode
 from lt2_platform.results.index import COMPACT_AFTER, compact
 from lt2_platform.results.store import ResultsStore, differences, flatten
 from lt2_platform.results.tables import as_number, total_steps
@@ -125,6 +126,18 @@ def test_parts_are_flushed_on_time_and_size_and_at_the_end(local, monkeypatch):
     writer.close()
     assert len(parts(local, "r")) == 3
     assert sorted(values(local, "r", "loss")) == [0, 1, 2, 3, 4]
+
+
+def test_readers_of_a_live_run_open_few_parts(local, monkeypatch):
+    monkeypatch.setattr("lt2_platform.results.store.PARTS_PER_CURVE", 3)
+    writer = local.create_run("r", {})
+    merged = []
+    for step in range(7):
+        writer.log(step, {"loss": 1.0})
+        writer.flush()
+        curves = "curves.parquet" in local.storage.list("runs/r")
+        merged.append(curves and decode(local.storage.read_bytes("runs/r/curves.parquet"), CURVES)[0].num_rows)
+    assert merged == [False, False, 3, 3, 3, 6, 6]
 
 
 def test_long_runs_are_flushed_about_every_minute(local):
@@ -243,6 +256,8 @@ def test_differences_and_flatten():
     assert differences(configs) == {"a": {"new": None, "x.y": 1}, "b": {"new": True, "x.y": 2}}
     assert flatten({"a": {"b": {"c": 1}}, "d": []}) == {"a.b.c": 1, "d": []}
     assert json.dumps(differences({})) == "{}"
+    alike = {"a": {"mix": [{"x": 1, "y": 2}]}, "b": {"mix": [{"y": 2, "x": 1}]}}
+    assert differences(alike) == {"a": {}, "b": {}}
 
 
 @pytest.mark.parametrize(
