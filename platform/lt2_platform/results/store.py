@@ -33,6 +33,7 @@ from lt2_platform.results.index import Index
 from lt2_platform.results.parts import list_parts, part_name, read_curves, read_parts, write_curves
 from lt2_platform.results.rows import result_rows
 from lt2_platform.results.tables import RunInfo, as_text, flatten
+from lt2_platform.step_records import NUMBER, parse
 from lt2_platform.storage import Storage
 
 __all__ = ["NOTE", "Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
@@ -74,7 +75,7 @@ class ResultsStore:
         record |= {"schema_version": 1, "run": run_id, "created": now, "config": record.get("config") or {}}
         path = f"runs/{run_id}/run.json"
         if not self.storage.create_exclusive(path, json.dumps(record, indent=2).encode()):
-            existing = self.storage.read_json(path)
+            existing = self._record(path)
             _check_same_config(run_id, existing["config"], record["config"])
             record = {**record, "created": existing["created"]}
             last = self._last_values(run_id)
@@ -84,6 +85,14 @@ class ResultsStore:
         step = max((step for step, _ in last.values()), default=0)
         run = RunInfo(run_id, record["created"], now, step=step, config=record["config"], info=provenance, last=last)
         return RunWriter(self.storage, run, writer, clock)
+
+    def _record(self, path: str) -> dict[str, Any]:
+        try:
+            return parse(self.storage.read_bytes(path), {"config": dict, "created": NUMBER})
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.storage.join(path)} is not readable ({error}); delete it, and it is written anew"
+            ) from error
 
     def _last_values(self, run_id: str) -> dict[str, tuple[int, float]]:
         table = read_curves(self.storage, run_id)[0]

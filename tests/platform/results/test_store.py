@@ -157,6 +157,14 @@ def test_another_config_under_the_same_run_is_refused(local):
     assert local.storage.read_json("runs/r/run.json")["git"] == "a"
 
 
+@pytest.mark.parametrize("content", [b"", b"{half", b"[]", b'{"created": 1.0}'])
+def test_a_damaged_record_of_a_run_is_named(local, content):
+    local.create_run("r", {"config": {"lr": 0.1}}).close()
+    local.storage.write_bytes("runs/r/run.json", content)
+    with pytest.raises(ConfigError, match=r"/runs/r/run\.json is not readable \(it.*\); delete it, and it is written"):
+        local.create_run("r", {"config": {"lr": 0.1}})
+
+
 def test_a_run_that_goes_on_keeps_its_place_among_the_newest_first(local):
     local.create_run("a", {"config": {}}, clock=Clock(100.0)).close()
     local.create_run("b", {"config": {}}, clock=Clock(200.0)).close()
