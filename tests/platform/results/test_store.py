@@ -78,6 +78,7 @@ def test_results_rows_name_what_differs(local):
     assert first | {"metric": "speed/t/decode", "value": 7.0, "unit": "tokens/s"} | one in rows
     assert {row["run"] for row in local.results(["r2"])} == {"r2"}
     assert not any(row["config"] for row in local.results(["r2"]))  # of one run alone nothing differs
+    assert {row["config"]["train.seed"] for row in local.results(["r1", "r2"])} == {1, 2}
 
 
 def test_notes_and_readings_inside_a_model_are_no_results(local):
@@ -138,6 +139,8 @@ def test_readers_of_a_live_run_open_few_parts(local, monkeypatch):
         curves = "curves.parquet" in local.storage.list("runs/r")
         merged.append(curves and decode(local.storage.read_bytes("runs/r/curves.parquet"), CURVES)[0].num_rows)
     assert merged == [False, False, 3, 3, 3, 6, 6]
+    writer.close()
+    assert decode(local.storage.read_bytes("runs/r/curves.parquet"), CURVES)[0].num_rows == 7
 
 
 def test_long_runs_are_flushed_about_every_minute(local):
@@ -190,6 +193,10 @@ def test_names_that_are_no_file_names_are_refused(local, name):
         local.curves(name)
     with pytest.raises(ConfigError, match="evaluation name"):
         local.log_eval("r", name, [{"value": 1}])
+    with pytest.raises(ConfigError, match="run id"):
+        local.log_event(name, "kind", {})
+    with pytest.raises(ConfigError, match="event kind"):
+        local.log_event("r", name, {})
 
 
 def test_secrets_are_not_stored(local):

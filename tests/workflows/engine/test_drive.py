@@ -10,7 +10,7 @@ from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_workflows.engine import executor
 from lt2_workflows.engine.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
-from lt2_workflows.engine.executor import Driver
+from lt2_workflows.engine.executor import Driver, Outcome
 from lt2_workflows.engine.records import Events
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.provenance import provenance
@@ -91,6 +91,43 @@ def test_the_lease_of_who_was_stopped_is_released_for_it_if_need_be(drive, end, 
 
 def test_a_pause_is_half_a_minute_at_most(drive):
     assert drive(*[WRONG] * 8, OVER, retries=8)[2] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0, 32.0]
+
+
+def test_what_another_driver_finished_meanwhile_is_skipped(monkeypatch):
+    """While one waited for its turn."""
+    turns = [None]
+    monkeypatch.setattr(
+        executor, "_finished", lambda driver, step, done, ran: Outcome("skipped" if not ran else "done")
+    )
+    monkeypatch.setattr(executor, "read_done", lambda *of: None if turns else {"attempt": 3})
+    monkeypatch.setattr(executor, "_wait_for_turn", lambda *of: turns.pop())
+    driver = SimpleNamespace(storage=None, ask=lambda question: question())
+    step = SimpleNamespace(folder="steps/a-1")
+    assert executor._drive(driver, step).state == "skipped"  # type: ignore
+
+
+def test_a_graph_is_run_in_order_and_past_its_failures(monkeypatch):
+    needs = {"root": (), "left": ("root",), "right": ("root",), "leaf": ("right", "left"), "end": ("leaf",)}
+    steps = {name: SimpleNamespace(name=name, needs=each) for name, each in needs.items()}
+    steps["alone"] = SimpleNamespace(name="alone", needs=("finished before",))
+    began, said = [], []
+
+    def drive(driver, step):
+        began.append(step.name)
+        return Outcome({"root": "skipped", "left": "failed"}.get(step.name, "done"))
+
+    monkeypatch.setattr(executor, "_drive", drive)
+    driver = SimpleNamespace(
+        stopping=SimpleNamespace(is_set=lambda: False),
+        tell=lambda step, event, error: said.append((step.name, event, error)),
+    )
+    outcomes = executor._run_graph(driver, steps)  # type: ignore
+    assert {name: outcome.state for name, outcome in outcomes.items()} == {
+        "root": "skipped", "left": "failed", "right": "done", "leaf": "blocked", "end": "blocked", "alone": "done",
+    }  # fmt: skip
+    assert sorted(began) == ["alone", "left", "right", "root"]
+    assert began.index("root") < min(began.index("left"), began.index("right"))
+    assert said == [("leaf", "blocked", "needs left"), ("end", "blocked", "needs leaf")]
 
 
 @pytest.fixture
