@@ -115,11 +115,13 @@ class Storage:
     def join(self, *parts: str) -> str:
         """The full path (or URI) of a path under the root; parts may already be full."""
         path = "/".join(part.strip("/") if index else part.rstrip("/") for index, part in enumerate(parts) if part)
-        if path == self.root or path.startswith(self.root.rstrip("/") + "/"):
-            return path
-        if path.startswith(("/", S3)) or ".." in path.split("/"):
+        is_full = path == self.root or path.startswith(self.root.rstrip("/") + "/")
+        inside = path[len(self.root) :] if is_full else path
+        if ".." in inside.split("/") or (path.startswith(("/", S3)) and not is_full):
             raise ValueError(f"{path} is outside the storage root {self.root}")
-        return f"{self.root.rstrip('/')}/{path}" if path else self.root
+        if is_full or not path:
+            return path or self.root
+        return f"{self.root.rstrip('/')}/{path}"
 
     def relative(self, full: str) -> str:
         """The inverse of `join`: the path under the root ('' for the root itself)."""

@@ -266,7 +266,14 @@ def test_paths_stay_under_the_root(storage):
     assert full == f"{storage.root}/runs/r1/run.json"
     assert storage.join(full) == full
     assert storage.relative(full) == "runs/r1/run.json"
-    for path in ("../elsewhere", "/elsewhere", "s3://elsewhere/x"):
+    for path in (
+        "../elsewhere",
+        "/elsewhere",
+        "s3://elsewhere/x",
+        "a/../../b",
+        f"{storage.root}/../b",
+        f"{storage.root}2/x",
+    ):
         with pytest.raises(ValueError, match="outside the storage root"):
             storage.join(path)
     with pytest.raises(ValueError, match="refusing to delete the storage root"):
