@@ -62,7 +62,10 @@ def test_formats():
     latex = as_latex(rows, COLUMNS)
     assert r"my\_run & \textbf{5.00} & \textbf{99.00}" in latex
     assert latex.count(r"\\") == len(rows) + 1
-    assert as_csv(rows, COLUMNS).splitlines()[-1].startswith("my_run,ours,5.0,99.0")
+    assert latex.count(r"\midrule") == 2  # below the names, and above ours
+    header, *_, last = as_csv(rows, COLUMNS).splitlines()
+    assert header == f"model,source,{','.join(COLUMNS)},note"
+    assert last.startswith("my_run,ours,5.0,99.0")
 
 
 def test_a_model_that_diverged_takes_nobodys_place_as_the_best():
