@@ -34,7 +34,7 @@ from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train.checkpoints.contents import allocate_moments, contents, generators
-from lt2_platform.train.checkpoints.retention import Keep, kept, note_best, read_best
+from lt2_platform.train.checkpoints.retention import Keep, kept, note_best, read_best, step_of
 from lt2_platform.train.checkpoints.shards import StorageRefusedError, load_shards, save_shards, saved_names
 from lt2_platform.train.ranks import Group, from_rank_zero, gather, is_rank_zero, on_rank_zero, rank, world_size
 
@@ -117,7 +117,7 @@ def write(
 
     def tidy() -> None:
         try:
-            drop(folder, Keep(keep) if isinstance(keep, int) else keep, pinned())
+            drop(folder, Keep(keep) if isinstance(keep, int) else keep, pinned(), newest=name)
         except STORAGE_ERRORS as error:  # of old ones: no reason to take back what is written
             log.warning("old checkpoints in %s are not dropped (%s); the next save tries again", folder, error)
 
@@ -139,9 +139,13 @@ def write(
     return storage.join(name)
 
 
-def drop(folder: str, keep: Keep, pinned: Collection[str] = ()) -> None:
-    """Delete the complete checkpoints that neither `keep` nor `pinned` keeps."""
-    names = complete(folder)
+def drop(folder: str, keep: Keep, pinned: Collection[str] = (), *, newest: str | None = None) -> None:
+    """Delete the complete checkpoints that neither `keep` nor `pinned` keeps.
+
+    newest: the one just written. Later ones are damaged, since training went on from before them: they count for
+    nothing, and stay until their step is made again.
+    """
+    names = [name for name in complete(folder) if newest is None or step_of(name) <= step_of(newest)]
     stay = kept(names, keep, (read_best(folder) or {}).get("checkpoint")).union(pinned)
     for name in names:
         if name not in stay:
@@ -150,7 +154,7 @@ def drop(folder: str, keep: Keep, pinned: Collection[str] = ()) -> None:
 
 def all_names(folder: str) -> list[str]:
     """Names of the checkpoints in `folder`, complete or not, oldest first."""
-    return sorted((name for name in Storage(folder).list() if _NAME.fullmatch(name)), key=lambda name: int(name[5:]))
+    return sorted((name for name in Storage(folder).list() if _NAME.fullmatch(name)), key=step_of)
 
 
 def complete(folder: str) -> list[str]:
@@ -185,14 +189,14 @@ def damage(uri: str, part: int = 0, parts: int = 1) -> list[str]:
     """What is wrong with the checkpoint's files ([] if nothing); `part` of `parts` reads its share of them."""
     storage = Storage(uri)
     try:
-        files = storage.read_json(COMPLETE)["files"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        files = {name: (it["bytes"], it["sha256"]) for name, it in storage.read_json(COMPLETE)["files"].items()}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{COMPLETE}: {type(error).__name__}"] if part == 0 else []
-    found = ((name, _file_problem(storage, name, files[name])) for name in sorted(files)[part::parts])
+    found = ((name, _file_problem(storage, name, *files[name])) for name in sorted(files)[part::parts])
     return [f"{name}: {problem}" for name, problem in found if problem]
 
 
-def _file_problem(storage: Storage, name: str, expected: dict[str, Any]) -> str | None:
+def _file_problem(storage: Storage, name: str, expected_size: int, expected_digest: str) -> str | None:
     digest, size = hashlib.sha256(), 0
     try:
         with storage.open(name) as file:
@@ -201,9 +205,9 @@ def _file_problem(storage: Storage, name: str, expected: dict[str, Any]) -> str 
                 size += len(block)
     except FileNotFoundError:
         return "missing"
-    if size != expected["bytes"]:
-        return f"{size} bytes instead of {expected['bytes']}"
-    return None if digest.hexdigest() == expected["sha256"] else "content changed (sha256)"
+    if size != expected_size:
+        return f"{size} bytes instead of {expected_size}"
+    return None if digest.hexdigest() == expected_digest else "content changed (sha256)"
 
 
 def clean(folder: str) -> list[str]:
@@ -263,6 +267,9 @@ def _candidates(uri: str) -> list[str]:
     storage = Storage(uri)
     if storage.exists(COMPLETE):
         return [storage.root]
+    for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
+        if names := complete(folder):
+            return [Storage(folder).join(name) for name in reversed(names)]
     if storage.root.endswith("/best"):
         run = Storage(storage.root.removesuffix("/best"))
         for folder in (run.root, run.join("checkpoints"), run.join("out", "checkpoints")):
@@ -272,9 +279,6 @@ def _candidates(uri: str) -> list[str]:
                     raise CheckpointError(f"{uri}: the best checkpoint was {found}, which is gone; use another")
                 return [found]
         raise CheckpointError(f"{uri}: no checkpoint of a step that was evaluated (train.eval_every)")
-    for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
-        if names := complete(folder):
-            return [Storage(folder).join(name) for name in reversed(names)]
     if storage.exists("config.json"):
         raise CheckpointError(
             f"{uri} is a Hugging Face folder, not a checkpoint of ours; `lt2 eval` and transformers read it"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,11 +60,12 @@ def step_of(name: str) -> int:
 
 
 def read_best(folder: str) -> dict[str, Any] | None:
-    """The pointer, if there is one."""
+    """The pointer, if there is one that can be read."""
     try:
-        return Storage(folder).read_json(BEST)
-    except (FileNotFoundError, json.JSONDecodeError):
+        best = Storage(folder).read_json(BEST)
+    except (FileNotFoundError, ValueError):
         return None
+    return best if isinstance(best, dict) and {"checkpoint", "validation_loss"} <= best.keys() else None
 
 
 def note_best(folder: str, name: str, validation_loss: float) -> None:

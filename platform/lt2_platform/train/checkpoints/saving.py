@@ -94,7 +94,9 @@ class Saver:
         began = time.perf_counter()
         if self.pending is not None and ranks.from_rank_zero(self.pending[1].done()):
             self._take()
-        if self.pending is None and self.refused_since is not None and self._may_retry():
+        # A step whose checkpoint is due is tried after its evaluation, so that it can be the best.
+        waits = self.pending is None and self.refused_since is not None and not self._is_due(state.step)
+        if waits and self._may_retry():
             self._try(state)
         self.stalled_s += time.perf_counter() - began
 
@@ -114,6 +116,10 @@ class Saver:
     def take_stalled(self) -> float:
         seconds, self.stalled_s = self.stalled_s, 0.0
         return seconds
+
+    def _is_due(self, step: int) -> bool:
+        every = self.config.checkpoint_every
+        return step == self.config.steps or (every is not None and step % every == 0)
 
     def _may_retry(self) -> bool:
         return ranks.from_rank_zero(time.monotonic() - self.tried >= self.wait)  # rank 0's clock decides

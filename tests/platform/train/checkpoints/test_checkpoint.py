@@ -164,14 +164,15 @@ def test_an_incomplete_checkpoint_is_invisible_and_cleaned(tmp_path):
     assert checkpoint.clean(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("fault", ["flipped byte", "short", "missing", "info", "metadata"])
+@pytest.mark.parametrize("fault", ["flipped byte", "short", "missing", "info", "metadata", "complete"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, fault):
     model, optimizer = trained()
     save(tmp_path, model, optimizer, 1)
     uri = Path(save(tmp_path, model, optimizer, 2))
-    file = uri / {"info": "checkpoint.json", "metadata": ".metadata"}.get(fault, "__0_0.distcp")
+    names = {"info": "checkpoint.json", "metadata": ".metadata", "complete": "COMPLETE"}
+    file = uri / names.get(fault, "__0_0.distcp")
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[data.index(b"sha256") if fault == "complete" else len(data) // 2] ^= 1
     file.write_bytes(data[:-1] if fault == "short" else data)
     if fault == "missing":
         file.unlink()
@@ -182,6 +183,18 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, fault):
         checkpoint.load_model(str(uri))
     save(tmp_path, model, optimizer, 2)  # the resumed run reaches step 2 again
     assert checkpoint.latest(str(tmp_path)) == str(uri)
+
+
+def test_what_is_saved_after_going_back_on_a_damaged_checkpoint_stays(tmp_path):
+    model, optimizer = trained()
+    for step in (1, 4):
+        uri = save(tmp_path, model, optimizer, step)
+    Path(uri, ".metadata").unlink()
+    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")
+    save(tmp_path, model, optimizer, 2, keep=1)
+    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000002")
+    save(tmp_path, model, optimizer, 6, keep=1)
+    assert checkpoint.complete(str(tmp_path)) == ["step-00000006"]
 
 
 def test_when_everything_is_damaged_nothing_starts_over_by_itself(tmp_path):

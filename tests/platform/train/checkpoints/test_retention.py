@@ -72,6 +72,19 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
     assert read_best(str(tmp_path))["step"] == 4
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b'{"checkpoinu": "step-00000002", "validation_loss": 1.0}'])
+def test_a_damaged_pointer_is_written_anew(tmp_path, content):
+    Storage(str(tmp_path)).write_bytes("BEST", content)
+    assert read_best(str(tmp_path)) is None
+    note_best(str(tmp_path), NAMES[1], 5.0)
+    assert read_best(str(tmp_path))["step"] == 4
+
+
+def test_a_run_may_be_called_best(tmp_path):
+    Storage(str(tmp_path)).write_bytes(f"best/checkpoints/{NAMES[0]}/COMPLETE", b"{}")
+    assert checkpoint.resolve(f"{tmp_path}/best") == f"{tmp_path}/best/checkpoints/{NAMES[0]}"
+
+
 def test_a_kill_right_after_complete_costs_no_best(tmp_path):
     storage = Storage(str(tmp_path))
     for name, loss in ((NAMES[0], 2.0), (NAMES[1], 1.0)):
@@ -100,7 +113,7 @@ def test_a_checkpoint_whose_description_is_cut_is_said_to_be_damaged(tmp_path):
 
 
 def test_old_checkpoints_that_cannot_be_deleted_cost_no_new_one(tmp_path, monkeypatch, caplog):
-    def busy(folder, keep, pinned=()):
+    def busy(folder, keep, pinned, *, newest):
         raise OSError(errno.ENOTEMPTY, "Directory not empty")  # NFS, while somebody reads a file in it
 
     monkeypatch.setattr(checkpoint, "drop", busy)

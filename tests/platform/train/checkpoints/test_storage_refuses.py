@@ -18,7 +18,7 @@ from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.checkpoints import saving, shards
-from lt2_platform.train.checkpoints.checkpoint import complete
+from lt2_platform.train.checkpoints.checkpoint import complete, stored_loss
 from lt2_platform.train.checkpoints.shards import StorageRefusedError
 from lt2_platform.train.ranks import on_rank_zero
 from tests.platform.train.packed import checkpoints, train_config, write_dataset
@@ -103,6 +103,13 @@ def test_training_goes_on_and_saves_as_soon_as_storage_is_back(tmp_path, undistu
     assert losses(tmp_path) == losses(undisturbed)
     assert "CHECKPOINT NOT WRITTEN at step 3 (rank 0: [Errno 28] No space left on device" in caplog.text
     assert "step 5 is saved; storage takes writes again" in caplog.text
+
+
+def test_a_late_save_of_a_step_that_is_evaluated_knows_its_loss(tmp_path, monkeypatch):
+    write_dataset(tmp_path / "data")
+    config = pretrain_config(**CONFIG | {"steps": 4, "eval_every": 2})
+    worker.run(open_run(tmp_path, config), callbacks=[Disk(monkeypatch, 1, 3)])
+    assert stored_loss(str(tmp_path / "run/checkpoints/step-00000004")) is not None
 
 
 def test_after_the_limit_the_run_fails_with_the_reason_and_the_old_checkpoint(tmp_path, monkeypatch, caplog):
