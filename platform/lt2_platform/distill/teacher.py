@@ -17,7 +17,7 @@ from lt2.train.config import TrainConfig
 from lt2.train.loop import TrainState, autocast_dtype
 from lt2_platform.data.tokenize import describe, load_tokenizer
 from lt2_platform.storage import Storage, absolute
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import checkpoint, integrity
 
 
 def load_teacher(place: str, train: TrainConfig, device: torch.device, *, keep: bool = True) -> LoopedLM:
@@ -51,7 +51,7 @@ def identity(place: str) -> str:
         raise ConfigError(
             f"{place} is a folder in Ouro's format; make it a checkpoint first, with a step 'import_ouro'"
         )
-    return hashlib.sha256(Storage(checkpoint.resolve(place)).read_bytes(checkpoint.COMPLETE)).hexdigest()
+    return hashlib.sha256(Storage(checkpoint.resolve(place)).read_bytes(integrity.COMPLETE)).hexdigest()
 
 
 def _is_ouro(storage: Storage) -> bool:
@@ -69,7 +69,7 @@ def store_ouro(folder: str, out: str, *, tokenizer: str | None = None) -> dict[s
     """
     storage = Storage(out)
     checkpoints = storage.join("checkpoints")
-    if not checkpoint.complete(checkpoints):
+    if not integrity.complete(checkpoints):
         path = Path(folder).expanduser()
         spec = tokenizer or str(path / "tokenizer.json")
         found = load_tokenizer(spec)

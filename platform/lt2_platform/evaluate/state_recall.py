@@ -14,7 +14,7 @@ from lt2.train.optim import adamw
 from lt2_platform.evaluate.config import StateRecallConfig
 from lt2_platform.evaluate.state_recall_programs import current, n_max, practise
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import checkpoint, integrity
 
 
 def run_curriculum(
@@ -37,7 +37,7 @@ def run_curriculum(
     model = build(architecture, seed=config.seed, device="cuda" if torch.cuda.is_available() else "cpu")
     optimizer = adamw(model, lr=config.lr)
     state, history = TrainState(), []
-    if newest := checkpoint.latest(f"{out}/checkpoints"):
+    if newest := integrity.latest(f"{out}/checkpoints"):
         state = checkpoint.load(newest, model, optimizer)
         history = checkpoint.read_info(newest).train["history"]
         for entry in history:

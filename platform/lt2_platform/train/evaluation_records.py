@@ -11,8 +11,7 @@ import time
 from typing import Any
 
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoints import checkpoint
-from lt2_platform.train.checkpoints.retention import step_of
+from lt2_platform.train.checkpoints.integrity import COMPLETE, all_names, step_of
 
 OVER = ("done", "failed", "skipped")
 
@@ -35,10 +34,10 @@ def wanted(out: str, every: int, over: set[str] | None = None) -> list[str]:
     over: names known to be over, which are not asked for again; those that turn out to be are added.
     """
     storage, known = Storage(out), set() if over is None else over
-    names = [name for name in checkpoint.all_names(storage.join("checkpoints")) if step_of(name) % every == 0]
+    names = [name for name in all_names(storage.join("checkpoints")) if step_of(name) % every == 0]
     found = []
     for name in names:
-        if name in known or not storage.exists(f"checkpoints/{name}/{checkpoint.COMPLETE}"):
+        if name in known or not storage.exists(f"checkpoints/{name}/{COMPLETE}"):
             continue
         if record(out, name).get("state") in OVER:
             known.add(name)

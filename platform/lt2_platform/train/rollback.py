@@ -16,7 +16,7 @@ from lt2.train.guard import NonFiniteLossError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import ranks
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import integrity
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Rollbacks:
         return storage.read_json(ROLLBACKS) if ranks.is_rank_zero() and storage.exists(ROLLBACKS) else []
 
     def _write(self, error: NonFiniteLossError) -> None:
-        saved = checkpoint.complete(Storage(self.out).join("checkpoints"))
+        saved = integrity.complete(Storage(self.out).join("checkpoints"))
         record = {
             "step": error.step,
             "position": error.position,

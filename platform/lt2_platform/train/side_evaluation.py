@@ -23,7 +23,7 @@ from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
 from lt2_platform.train import evaluation_records
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import retention
 from lt2_platform.train.checkpoints.retention import Keep
 from lt2_platform.train.config import TrainingEvaluation
 from lt2_platform.train.places import describe, places
@@ -88,7 +88,7 @@ class SideEvaluations:
             patiently(partial(self._take, name))
         folder = Storage(self.spec.out).join("checkpoints")
         keep = Keep.of_run(TrainConfig.model_validate(self.spec.train))
-        patiently(lambda: checkpoint.drop(folder, keep))
+        patiently(lambda: retention.drop(folder, keep))
 
     def start(self, name: str) -> Any:
         options = {"num_cpus": self.plan.cpus, "num_gpus": self.gpus, "name": f"evaluate {name}"}

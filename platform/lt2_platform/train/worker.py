@@ -34,7 +34,7 @@ from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train import ranks
 from lt2_platform.train.callbacks import Evaluator, Logger
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import checkpoint, integrity, retention
 from lt2_platform.train.checkpoints.matching import check_matches
 from lt2_platform.train.checkpoints.saving import SaveCost, Saver
 from lt2_platform.train.config import Sources, check_workers
@@ -127,7 +127,7 @@ def _train(
     tokenizer = dataset.manifest["tokenizer"]
     device = _device()
     sources, folder = Sources(**spec.sources), Storage(spec.out).join("checkpoints")
-    own = bool(checkpoint.complete(folder))
+    own = bool(integrity.complete(folder))
     start = None if own else sources.start
     keep = _keeps_gathered(model_config, config, device, dataset.seq_len, sources.teacher)
     model, sharding = _build_model(model_config, config, device, dataset.seq_len, keep=keep, start=start)
@@ -249,8 +249,8 @@ def _resume(
     """Where training stands, and the checkpoint that says so: the newest of ours, else of the run that ours goes on
     from, `before`, else none."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        checkpoint.clean(folder)
-    found = checkpoint.latest(folder) or (before and checkpoint.intact(before))
+        retention.clean(folder)
+    found = integrity.latest(folder) or (before and checkpoint.intact(before))
     if found is None:
         return TrainState(), None
     check_matches(checkpoint.read_info(found), config, tokenizer)

@@ -13,7 +13,7 @@ from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import checkpoint, integrity
 from lt2_platform.train.checkpoints.matching import check_continues, lineage
 from lt2_platform.train.config import Sources
 from tests.platform.train.packed import SEQ_LEN, TOKENIZER, checkpoints, model_config, train_config, write_dataset
@@ -68,7 +68,7 @@ def test_a_damaged_trunk_is_refused(root, tmp_path):
     shutil.copytree(root / "trunk/checkpoints/step-00000004", tmp_path / "step-00000004")
     (shard,) = (tmp_path / "step-00000004").glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(checkpoint.CheckpointError, match="damaged checkpoint"):
+    with pytest.raises(integrity.CheckpointError, match="damaged checkpoint"):
         worker.run(branch(root, place=tmp_path / "step-00000004", name="from-damaged"))
     assert checkpoints(root / "from-damaged") == []
 
@@ -105,7 +105,7 @@ def test_what_a_checkpoint_can_be_gone_on_from(root):
     assert info.data == "f" * 64
 
     def told(found=info, model=None, data="f" * 64, **train):
-        with pytest.raises(checkpoint.CheckpointError) as error:
+        with pytest.raises(integrity.CheckpointError) as error:
             check_continues(found, model_config() if model is None else model, train_config(**train), TOKENIZER, data)
         return str(error.value)
 

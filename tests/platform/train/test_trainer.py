@@ -26,7 +26,7 @@ from lt2_platform.results.parts import list_parts
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import trainer, worker
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import checkpoint, integrity
 from lt2_platform.train.stopping import StopRequest
 from lt2_platform.train.trainer import PretrainConfig, pretrain
 from tests.platform.train.packed import MODEL, train_config, write_dataset
@@ -130,7 +130,7 @@ def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, l
     told, seen = [], []
 
     def tell_one():
-        while not checkpoint.complete(str(tmp_path / "run/checkpoints")):
+        while not integrity.complete(str(tmp_path / "run/checkpoints")):
             time.sleep(0.005)
         told.append(workers_of(os.getpid())[-1])
         os.kill(told[0], signal.SIGTERM)
@@ -169,7 +169,7 @@ def test_a_request_to_stop_saves_and_ends_the_run_and_the_same_call_goes_on(tmp_
     ) as stopped:
         run(tmp_path, config(checkpoint_every=None), stop=stop)
     step = int(str(stopped.value).split()[5])
-    assert checkpoint.complete(str(tmp_path / "run/checkpoints")) == [f"step-{step:08d}"]
+    assert integrity.complete(str(tmp_path / "run/checkpoints")) == [f"step-{step:08d}"]
     assert not stop.possible.is_set()
     assert handlers == [handler]  # Ctrl-C is the caller's, who can ask; Ray's handler would end the run unsaved
     # An earlier request does not stop it.

@@ -15,7 +15,7 @@ from lt2.train.loop import NonFiniteLossError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, worker
-from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints import checkpoint, integrity
 from lt2_platform.train.config import PretrainConfig
 from tests.platform.train.packed import MODEL, SEQ_LEN, VOCAB, checkpoints, train_config, write_dataset
 from tests.ranks import PATHS, ROOT
@@ -87,7 +87,6 @@ KILL = """
 import os, signal, sys
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, worker
-from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.checkpoints import shards
 import tests.platform.train.test_worker as test
 
@@ -176,7 +175,7 @@ def test_a_damaged_newest_checkpoint_costs_steps_not_the_run(tmp_path, undisturb
     train_here(tmp_path)
     assert "step-00000006 is damaged and skipped: __0_0.distcp: 0 bytes instead of" in caplog.text
     assert losses(tmp_path) == losses(undisturbed)
-    assert checkpoint.damage(str(newest)) == []
+    assert integrity.damage(str(newest)) == []
 
 
 def test_another_config_in_the_same_folder_is_refused(undisturbed):

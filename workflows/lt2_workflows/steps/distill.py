@@ -108,7 +108,8 @@ def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfi
 def planned_checkpoint(place: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
     """A model's config: of a checkpoint, or as far as the workflow or the Ouro folder it imports tells it."""
     if isinstance(place, str):
-        from lt2_platform.train.checkpoints.checkpoint import CheckpointError, read_info, resolve
+        from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
+        from lt2_platform.train.checkpoints.integrity import CheckpointError
 
         try:
             return read_info(resolve(place)).model

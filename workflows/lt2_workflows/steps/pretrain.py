@@ -151,7 +151,8 @@ def first_step(config: PretrainStep, context: StepContext) -> int:
         return before.train.steps if isinstance(before, PretrainStep) else 0
     if config.continue_from is None:
         return 0
-    from lt2_platform.train.checkpoints.checkpoint import CheckpointError, read_info, resolve
+    from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
+    from lt2_platform.train.checkpoints.integrity import CheckpointError
 
     try:
         return read_info(resolve(config.continue_from)).state.step

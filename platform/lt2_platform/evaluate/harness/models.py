@@ -20,7 +20,8 @@ from lt2.model import LoopedLM
 from lt2_platform.data.tokenize import Tokenizer, load_tokenizer, vocabulary_sha256
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, TransformersScorer, check_vocabulary
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoints.checkpoint import COMPLETE, load_model, read_info, resolve
+from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
+from lt2_platform.train.checkpoints.integrity import COMPLETE
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -34,19 +33,22 @@ from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.train.checkpoints.contents import allocate_moments, contents, generators
-from lt2_platform.train.checkpoints.retention import Keep, kept, note_best, read_best, step_of
+from lt2_platform.train.checkpoints.integrity import (
+    COMPLETE,
+    INFO,
+    CheckpointError,
+    complete,
+    damage,
+    damage_over_ranks,
+    delete,
+)
+from lt2_platform.train.checkpoints.retention import Keep, drop, note_best, read_best
 from lt2_platform.train.checkpoints.shards import StorageRefusedError, load_shards, save_shards, saved_names
 from lt2_platform.train.ranks import Group, from_rank_zero, gather, is_rank_zero, on_rank_zero, rank, world_size
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-COMPLETE, INFO = "COMPLETE", "checkpoint.json"
-_NAME = re.compile(r"step-\d{8,}")
-
-
-class CheckpointError(ConfigError):
-    """A checkpoint that cannot be used: missing, damaged, or of another model or tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -139,101 +141,6 @@ def write(
     return storage.join(name)
 
 
-def drop(folder: str, keep: Keep, pinned: Collection[str] = (), *, newest: str | None = None) -> None:
-    """Delete the complete checkpoints that neither `keep` nor `pinned` keeps.
-
-    newest: the one just written. Later ones are damaged, since training went on from before them: they count for
-    nothing, and stay until their step is made again.
-    """
-    names = [name for name in complete(folder) if newest is None or step_of(name) <= step_of(newest)]
-    stay = kept(names, keep, (read_best(folder) or {}).get("checkpoint")).union(pinned)
-    for name in names:
-        if name not in stay:
-            delete(folder, name)
-
-
-def all_names(folder: str) -> list[str]:
-    """Names of the checkpoints in `folder`, complete or not, oldest first."""
-    return sorted((name for name in Storage(folder).list() if _NAME.fullmatch(name)), key=step_of)
-
-
-def complete(folder: str) -> list[str]:
-    """Names of the complete checkpoints in `folder`, oldest first."""
-    storage = Storage(folder)
-    return [name for name in all_names(folder) if storage.exists(f"{name}/{COMPLETE}")]
-
-
-def latest(folder: str) -> str | None:
-    """URI of the newest complete checkpoint whose files are intact, None when there is none at all. Collective.
-
-    Damaged ones are named in the log and passed over. Raises CheckpointError when every one of them is damaged:
-    training again from the start must be somebody's decision.
-    """
-    storage = Storage(folder)
-    names = from_rank_zero(complete(folder))  # every rank must walk the same listing
-    for name in reversed(names):
-        if not (problems := _damage(storage.join(name))):
-            return storage.join(name)
-        log.error("checkpoint %s is damaged and skipped: %s", storage.join(name), "; ".join(problems))
-    if names:
-        raise CheckpointError(f"{folder}: all checkpoints are damaged ({', '.join(names)}); delete them to start over")
-    return None
-
-
-def _damage(uri: str) -> list[str]:
-    """`damage`, each rank reading its share. Collective."""
-    return [problem for part in gather(damage(uri, rank(), world_size())) for problem in part]
-
-
-def damage(uri: str, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the checkpoint's files ([] if nothing); `part` of `parts` reads its share of them."""
-    storage = Storage(uri)
-    try:
-        files = {name: (it["bytes"], it["sha256"]) for name, it in storage.read_json(COMPLETE)["files"].items()}
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{COMPLETE}: {type(error).__name__}"] if part == 0 else []
-    found = ((name, _file_problem(storage, name, *files[name])) for name in sorted(files)[part::parts])
-    return [f"{name}: {problem}" for name, problem in found if problem]
-
-
-def _file_problem(storage: Storage, name: str, expected_size: int, expected_digest: str) -> str | None:
-    digest, size = hashlib.sha256(), 0
-    try:
-        with storage.open(name) as file:
-            while block := file.read(2**22):
-                digest.update(block)
-                size += len(block)
-    except FileNotFoundError:
-        return "missing"
-    if size != expected_size:
-        return f"{size} bytes instead of {expected_size}"
-    return None if digest.hexdigest() == expected_digest else "content changed (sha256)"
-
-
-def clean(folder: str) -> list[str]:
-    """Delete what kills left behind (folders without COMPLETE) and return their names. One rank, before training.
-
-    A kill right after COMPLETE left its checkpoint out of the choice of the best; it is made good here.
-    """
-    storage = Storage(folder)
-    whole = complete(folder)
-    orphans = sorted(set(all_names(folder)) - set(whole))
-    for name in orphans:
-        log.warning("deleting the incomplete checkpoint %s", storage.join(name))
-        storage.delete(name)
-    if whole and (loss := stored_loss(storage.join(whole[-1]))) is not None:
-        note_best(folder, whole[-1], loss)
-    return orphans
-
-
-def stored_loss(uri: str) -> float | None:
-    """The validation loss of a checkpoint whose step was evaluated; None too where its description is damaged."""
-    try:
-        return Storage(uri).read_json(INFO).get("validation_loss")
-    except (FileNotFoundError, ValueError):
-        return None
-
-
 def read_info(uri: str) -> CheckpointInfo:
     """The checkpoint's description. Raises CheckpointError when it is missing, incomplete or of a newer schema, and
     ConfigError for a mixer whose file is not there or has other fields now."""
@@ -292,7 +199,7 @@ def intact(uri: str) -> str:
     where `uri` leaves a choice: whoever reads weights must know of which step they are. Collective.
     """
     found = from_rank_zero(resolve(uri))
-    _refuse_damaged(uri, found, _damage(found))
+    _refuse_damaged(uri, found, damage_over_ranks(found))
     return found
 
 
@@ -346,11 +253,3 @@ def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
     load_shards({"model": model.state_dict()}, Storage(uri), alone=True)  # in place
     file = info.tokenizer.get("file")
     return model.eval(), info.model, {**info.tokenizer, "file": Storage(uri).join(file) if file else None}
-
-
-def delete(folder: str, name: str) -> None:
-    """Remove one checkpoint, whatever is left of it."""
-    storage = Storage(folder)
-    # COMPLETE goes first: a kill in between leaves an orphan, never a checkpoint with missing files.
-    storage.delete(f"{name}/{COMPLETE}")
-    storage.delete(name)

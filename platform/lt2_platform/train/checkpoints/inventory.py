@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoints import checkpoint
-from lt2_platform.train.checkpoints.checkpoint import CheckpointError
-from lt2_platform.train.checkpoints.retention import Keep, kept, read_best, step_of
+from lt2_platform.train.checkpoints.integrity import CheckpointError, all_names, complete, damage, delete, step_of
+from lt2_platform.train.checkpoints.retention import Keep, kept, read_best, stored_loss
 
 
 def folder_of(uri: str) -> str:
     """The folder that holds the checkpoints of a run's folder, or `uri` if it is that folder itself."""
     storage = Storage(uri)
     for folder in (storage.root, storage.join("checkpoints")):
-        if checkpoint.all_names(folder):
+        if all_names(folder):
             return folder
     raise CheckpointError(f"{uri}: no checkpoint in it or in {storage.join('checkpoints')}")
 
@@ -25,14 +24,14 @@ def entries(folder: str, *, verify: bool = False) -> list[dict[str, Any]]:
     problems is None unless `verify` reads every file (its size and sha256): then a list, empty when all is well.
     """
     storage, best = Storage(folder), read_best(folder) or {}
-    whole = set(checkpoint.complete(folder))
+    whole = set(complete(folder))
     found = []
-    for name in checkpoint.all_names(folder):
-        problems = (checkpoint.damage(storage.join(name)) if name in whole else ["incomplete"]) if verify else None
+    for name in all_names(folder):
+        problems = (damage(storage.join(name)) if name in whole else ["incomplete"]) if verify else None
         record = {"checkpoint": name, "step": step_of(name), "bytes": _size(storage, name), "complete": name in whole}
         record |= {
             "best": name == best.get("checkpoint"),
-            "validation_loss": checkpoint.stored_loss(storage.join(name)),
+            "validation_loss": stored_loss(storage.join(name)),
         }
         found.append(record | {"problems": problems})
     return found
@@ -44,7 +43,7 @@ def prune(folder: str, policy: Keep, *, verified: list[dict[str, Any]] | None = 
     `verified` (from `entries(verify=True)`): damaged ones are deleted and do not count as kept. Incomplete ones stay:
     a run may be writing them, and the next attempt cleans up. Raises CheckpointError if nothing intact would be left.
     """
-    names = checkpoint.complete(folder)
+    names = complete(folder)
     damaged = {record["checkpoint"] for record in verified or [] if record["problems"]}
     intact = [name for name in names if name not in damaged]
     if not intact:
@@ -52,7 +51,7 @@ def prune(folder: str, policy: Keep, *, verified: list[dict[str, Any]] | None = 
     stay = kept(intact, policy, (read_best(folder) or {}).get("checkpoint"))
     gone = [name for name in names if name not in stay]
     for name in gone:
-        checkpoint.delete(folder, name)
+        delete(folder, name)
     return gone
 
 

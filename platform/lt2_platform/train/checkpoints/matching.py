@@ -8,7 +8,8 @@ from typing import Any
 
 from lt2.config import ModelConfig
 from lt2.train.config import SEEDS, TrainConfig
-from lt2_platform.train.checkpoints.checkpoint import CheckpointError, CheckpointInfo
+from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo
+from lt2_platform.train.checkpoints.integrity import CheckpointError
 
 
 def lineage(info: CheckpointInfo) -> str:

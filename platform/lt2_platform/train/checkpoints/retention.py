@@ -1,18 +1,22 @@
-"""Which checkpoints stay: the newest ones, every so many steps, and the best by validation loss.
+"""Which checkpoints stay: the newest ones, every so many steps, and the best by validation loss; the others go.
 
 <folder>/BEST    {"checkpoint", "step", "validation_loss"} of the best checkpoint whose step was evaluated
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lt2.config import ConfigError
 from lt2.train.config import TrainConfig
 from lt2_platform.storage import Storage
+from lt2_platform.train.checkpoints.integrity import COMPLETE, INFO, all_names, complete, delete, step_of
+
+log = logging.getLogger(__name__)
 
 BEST = "BEST"
 
@@ -55,10 +59,6 @@ def kept(names: Sequence[str], policy: Keep, best: str | None = None) -> set[str
     return stay | ({best} & set(names) if policy.best and best else set())
 
 
-def step_of(name: str) -> int:
-    return int(name.removeprefix("step-"))
-
-
 def read_best(folder: str) -> dict[str, Any] | None:
     """The pointer, if there is one that can be read."""
     try:
@@ -74,7 +74,44 @@ def note_best(folder: str, name: str, validation_loss: float) -> None:
         return  # nothing would ever be better
     storage, best = Storage(folder), read_best(folder)
     # A run that was rolled back writes checkpoints anew: the same step always replaces itself.
-    there = best is not None and best["checkpoint"] != name and storage.exists(f"{best['checkpoint']}/COMPLETE")
+    there = best is not None and best["checkpoint"] != name and storage.exists(f"{best['checkpoint']}/{COMPLETE}")
     if best is None or not there or not validation_loss >= best["validation_loss"]:  # that may be NaN, of an older LT2
         record = {"checkpoint": name, "step": step_of(name), "validation_loss": validation_loss}
         storage.write_json(BEST, record)
+
+
+def stored_loss(uri: str) -> float | None:
+    """The validation loss of a checkpoint whose step was evaluated; None too where its description is damaged."""
+    try:
+        return Storage(uri).read_json(INFO).get("validation_loss")
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def drop(folder: str, keep: Keep, pinned: Collection[str] = (), *, newest: str | None = None) -> None:
+    """Delete the complete checkpoints that neither `keep` nor `pinned` keeps.
+
+    newest: the one just written. Later ones are damaged, since training went on from before them: they count for
+    nothing, and stay until their step is made again.
+    """
+    names = [name for name in complete(folder) if newest is None or step_of(name) <= step_of(newest)]
+    stay = kept(names, keep, (read_best(folder) or {}).get("checkpoint")).union(pinned)
+    for name in names:
+        if name not in stay:
+            delete(folder, name)
+
+
+def clean(folder: str) -> list[str]:
+    """Delete what kills left behind (folders without COMPLETE) and return their names. One rank, before training.
+
+    A kill right after COMPLETE left its checkpoint out of the choice of the best; it is made good here.
+    """
+    storage = Storage(folder)
+    whole = complete(folder)
+    orphans = sorted(set(all_names(folder)) - set(whole))
+    for name in orphans:
+        log.warning("deleting the incomplete checkpoint %s", storage.join(name))
+        storage.delete(name)
+    if whole and (loss := stored_loss(storage.join(whole[-1]))) is not None:
+        note_best(folder, whole[-1], loss)
+    return orphans

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lt2_platform.train import worker
-from lt2_platform.train.checkpoints import background, checkpoint, saving, shards
+from lt2_platform.train.checkpoints import background, checkpoint, integrity, saving, shards
 from tests.platform.train.packed import checkpoints, write_dataset
 from tests.platform.train.test_worker import open_run, pretrain_config, weights
 
@@ -63,7 +63,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_when_it
     for name in checkpoints(out):
         ours, theirs = (weights(root / "run/checkpoints" / name) for root in (tmp_path, synchronous))
         assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
-        assert checkpoint.damage(str(out / "checkpoints" / name)) == []
+        assert integrity.damage(str(out / "checkpoints" / name)) == []
 
 
 def test_one_save_at_a_time_the_next_waits_and_says_so(tmp_path, monkeypatch):

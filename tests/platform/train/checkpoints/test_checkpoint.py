@@ -1,7 +1,6 @@
 """Saving, finding, checking and loading checkpoints, on one process and on gloo ranks."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from lt2.train.loss import next_token_objective
 from lt2.train.optim import adamw
 from lt2_platform.fence import FENCE
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoints import checkpoint, matching
+from lt2_platform.train.checkpoints import checkpoint, integrity, matching, retention
 from lt2_platform.train.checkpoints.shards import save_shards
 from tests.platform.train.packed import TOKENIZER, model_config
 from tests.ranks import run_ranks
@@ -142,114 +141,15 @@ def test_behind_the_fence_no_shard_is_written(tmp_path, monkeypatch):
     assert storage.glob("step-00000001/*") == []
 
 
-def test_only_the_newest_are_kept(tmp_path):
-    model, optimizer = trained()
-    for step in (1, 2, 3, 10):
-        save(tmp_path, model, optimizer, step, keep=2)
-    assert checkpoint.complete(str(tmp_path)) == ["step-00000003", "step-00000010"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
-    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000010")
-
-
-def test_an_incomplete_checkpoint_is_invisible_and_cleaned(tmp_path):
-    model, optimizer = trained()
-    save(tmp_path, model, optimizer, 1)
-    uri = save(tmp_path, model, optimizer, 2)
-    Path(uri, "COMPLETE").unlink()
-    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")
-    with pytest.raises(checkpoint.CheckpointError, match="no complete checkpoint here"):
-        checkpoint.read_info(uri)
-    assert checkpoint.clean(str(tmp_path)) == ["step-00000002"]
-    assert not Path(uri).exists()
-    assert checkpoint.clean(str(tmp_path)) == []
-
-
-@pytest.mark.parametrize("fault", ["flipped byte", "short", "missing", "info", "metadata", "complete"])
-def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, fault):
-    model, optimizer = trained()
-    save(tmp_path, model, optimizer, 1)
-    uri = Path(save(tmp_path, model, optimizer, 2))
-    names = {"info": "checkpoint.json", "metadata": ".metadata", "complete": "COMPLETE"}
-    file = uri / names.get(fault, "__0_0.distcp")
-    data = bytearray(file.read_bytes())
-    data[data.index(b"sha256") if fault == "complete" else len(data) // 2] ^= 1
-    file.write_bytes(data[:-1] if fault == "short" else data)
-    if fault == "missing":
-        file.unlink()
-    with caplog.at_level(logging.ERROR):
-        assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")
-    assert f"step-00000002 is damaged and skipped: {file.name}: " in caplog.text
-    with pytest.raises(checkpoint.CheckpointError, match=f"damaged checkpoint \\({file.name}"):
-        checkpoint.load_model(str(uri))
-    save(tmp_path, model, optimizer, 2)  # the resumed run reaches step 2 again
-    assert checkpoint.latest(str(tmp_path)) == str(uri)
-
-
-def test_what_is_saved_after_going_back_on_a_damaged_checkpoint_stays(tmp_path):
-    model, optimizer = trained()
-    for step in (1, 4):
-        uri = save(tmp_path, model, optimizer, step)
-    Path(uri, ".metadata").unlink()
-    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")
-    save(tmp_path, model, optimizer, 2, keep=1)
-    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000002")
-    save(tmp_path, model, optimizer, 6, keep=1)
-    assert checkpoint.complete(str(tmp_path)) == ["step-00000006"]
-
-
-def test_when_everything_is_damaged_nothing_starts_over_by_itself(tmp_path):
-    model, optimizer = trained()
-    uri = save(tmp_path, model, optimizer)
-    Path(uri, ".metadata").unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="all checkpoints are damaged"):
-        checkpoint.latest(str(tmp_path))
-
-
-def test_a_steps_folder_means_its_newest_checkpoint(tmp_path):
-    model, optimizer = trained()
-    uri = save(tmp_path / "out" / "checkpoints", model, optimizer)
-    for folder in (tmp_path, tmp_path / "out", tmp_path / "out" / "checkpoints"):
-        assert checkpoint.resolve(str(folder)) == str(uri)
-
-
-def test_no_checkpoint_at_all(tmp_path):
-    assert checkpoint.latest(str(tmp_path / "nowhere")) is None
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"no complete checkpoint in it .* a run's folder \(steps/NAME"
-    ):
-        checkpoint.load_model(str(tmp_path))
-    (tmp_path / "exported").mkdir()
-    (tmp_path / "exported" / "config.json").write_text("{}")
-    with pytest.raises(checkpoint.CheckpointError, match="exported is a Hugging Face folder"):
-        checkpoint.resolve(str(tmp_path / "exported"))
-
-
-def test_a_finished_run_without_an_intact_checkpoint_names_the_folder_to_remove(tmp_path):
-    model, optimizer = trained()
-    step = tmp_path / "steps" / "pretrain-12345678"
-    uri = save(step / "out" / "checkpoints", model, optimizer)
-    (step / "done.json").write_text("{}")
-    Path(uri, ".metadata").unlink()
-    advice = rf"; remove the finished step's folder \(rm -r {step}\) and run its workflow again$"
-    for folder in (step, step / "out"):
-        with pytest.raises(checkpoint.CheckpointError, match=rf"damaged checkpoint .*{advice}"):
-            checkpoint.load_model(str(folder))
-    with pytest.raises(checkpoint.CheckpointError, match="damaged checkpoint .*; use another$"):
-        checkpoint.load_model(uri)
-    Path(uri, "COMPLETE").unlink()
-    with pytest.raises(checkpoint.CheckpointError, match=rf"no complete checkpoint in it .*{advice}"):
-        checkpoint.load_model(str(step / "out"))
-
-
 def test_another_model_or_tokenizer_is_refused(tmp_path):
     model, optimizer = trained()
     info = checkpoint.read_info(save(tmp_path, model, optimizer))
     matching.check_matches(info, model_config(), TOKENIZER)
-    with pytest.raises(checkpoint.CheckpointError, match="vocabulary of 23, the model here has 24"):
+    with pytest.raises(integrity.CheckpointError, match="vocabulary of 23, the model here has 24"):
         matching.check_matches(info, model_config(vocab_size=24), TOKENIZER)
-    with pytest.raises(checkpoint.CheckpointError, match="model differs in n_loops, norm_eps"):
+    with pytest.raises(integrity.CheckpointError, match="model differs in n_loops, norm_eps"):
         matching.check_matches(info, model_config(n_loops=3, norm_eps=1e-5), TOKENIZER)
-    with pytest.raises(checkpoint.CheckpointError, match="prepare the data again"):
+    with pytest.raises(integrity.CheckpointError, match="prepare the data again"):
         matching.check_matches(info, model_config(), TOKENIZER | {"sha256": "1" * 64})
 
 
@@ -257,7 +157,7 @@ def test_a_newer_schema_is_refused_by_name(tmp_path):
     model, optimizer = trained()
     info = Path(save(tmp_path, model, optimizer), "checkpoint.json")
     info.write_text(json.dumps(json.loads(info.read_text()) | {"schema_version": 2}))
-    with pytest.raises(checkpoint.CheckpointError, match="checkpoint schema 2; this LT2 reads schema 1"):
+    with pytest.raises(integrity.CheckpointError, match="checkpoint schema 2; this LT2 reads schema 1"):
         checkpoint.read_info(str(info.parent))
 
 
@@ -278,14 +178,14 @@ def test_s3(s3_root):
     folder = Storage(s3_root).join("run/checkpoints")
     for step in (1, 2, 3):
         save(folder, model, optimizer, step)
-    uri = checkpoint.latest(folder)
+    uri = integrity.latest(folder)
     assert uri == f"{folder}/step-00000003"
-    assert checkpoint.complete(folder) == ["step-00000002", "step-00000003"]
+    assert integrity.complete(folder) == ["step-00000002", "step-00000003"]
     other, fresh = trained(seed=1, steps=0)
     assert checkpoint.load(uri, other, fresh).step == 3
     assert_same(contents(model, optimizer), contents(other, fresh))
     Storage(uri).delete("COMPLETE")
-    assert checkpoint.clean(folder) == ["step-00000003"]
+    assert retention.clean(folder) == ["step-00000003"]
     assert checkpoint.load_model(s3_root + "/run")[1] == model_config()
 
 
@@ -314,4 +214,4 @@ def test_any_error_while_saving_leaves_a_whole_checkpoint_or_none(tmp_path):
 
     with pytest.raises(LookupError):
         save(tmp_path, model, optimizer, pinned=no_pins)
-    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-00000001")
+    assert integrity.latest(str(tmp_path)) == str(tmp_path / "step-00000001")

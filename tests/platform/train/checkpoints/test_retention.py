@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
-from lt2_platform.train.checkpoints import checkpoint, inventory
-from lt2_platform.train.checkpoints.checkpoint import CheckpointError
+from lt2_platform.train.checkpoints import checkpoint, integrity, inventory, retention
+from lt2_platform.train.checkpoints.integrity import CheckpointError
 from lt2_platform.train.checkpoints.retention import Keep, kept, note_best, read_best
 from lt2_workflows.cli import app
 from tests.platform.train.packed import checkpoints, write_dataset
@@ -91,7 +91,7 @@ def test_a_kill_right_after_complete_costs_no_best(tmp_path):
         storage.write_json(f"{name}/checkpoint.json", {"validation_loss": loss})
         storage.write_bytes(f"{name}/COMPLETE", b"{}")
     note_best(str(tmp_path), NAMES[0], 2.0)
-    assert checkpoint.clean(str(tmp_path)) == []
+    assert retention.clean(str(tmp_path)) == []
     assert read_best(str(tmp_path))["step"] == 4
 
 
@@ -189,7 +189,7 @@ def test_pruning_keeps_the_best_and_counts_no_damaged_one(tmp_path):
     note_best(folder, NAMES[1], 1.0)
     gone = inventory.prune(folder, Keep.parse("last=1,best"), verified=newest_is_damaged)
     assert gone == [NAMES[0], NAMES[2], NAMES[4]]
-    assert checkpoint.complete(folder) == [NAMES[1], NAMES[3]]
+    assert integrity.complete(folder) == [NAMES[1], NAMES[3]]
     storage.delete("BEST")
     assert inventory.prune(folder, Keep.parse("last=1,best")) == [NAMES[1]]
 

@@ -18,7 +18,8 @@ from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.checkpoints import saving, shards
-from lt2_platform.train.checkpoints.checkpoint import complete, stored_loss
+from lt2_platform.train.checkpoints.integrity import complete
+from lt2_platform.train.checkpoints.retention import stored_loss
 from lt2_platform.train.checkpoints.shards import StorageRefusedError
 from lt2_platform.train.ranks import on_rank_zero
 from tests.platform.train.packed import checkpoints, train_config, write_dataset
