@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from lt2.config import ConfigError
 from lt2_platform.data.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.answers import check_rows, labelled
+from lt2_platform.evaluate.harness.long_context.ruler import TASKS as RULER_TASKS
 from lt2_platform.evaluate.harness.sources import read_source
 from lt2_platform.evaluate.harness.suites import COLUMNS, UPSTREAM
 from lt2_platform.results.curves import read_parquet
@@ -139,11 +140,22 @@ def require(pack: str, tasks: Sequence[str]) -> dict[str, Any]:
     missing = [task for task in tasks if task not in have]
     if missing:
         raise ConfigError(
-            f"pack {pack} has no {', '.join(missing)}; build with `lt2 pack build {pack} "
-            + " ".join(f"{task}=PATH" for task in missing)
-            + f"`, or evaluate what it has: tasks={','.join(sorted(have))}"
+            f"pack {pack} has no {', '.join(missing)}; build with {_commands(pack, missing)}, or evaluate what it has: "
+            f"tasks={','.join(sorted(have))}"
         )
     return {task: have[task] for task in tasks}
+
+
+def _commands(pack: str, tasks: Sequence[str]) -> str:
+    """What adds `tasks` to a pack: needles and RULER's are made, all others come from files."""
+    parts = {task: task.rpartition("_") for task in tasks}
+    made = [(name, length) for name, _, length in parts.values() if name in RULER_TASKS and length.isdigit()]
+    files = [task for task, (name, _, length) in parts.items() if (name, length) not in made]
+    commands = [f"`lt2 pack build {pack} {' '.join(f'{task}=PATH' for task in files)}`"] if files else []
+    if made:
+        names, lengths = (",".join(dict.fromkeys(found)) for found in zip(*made))
+        commands.append(f"`lt2 pack ruler {pack} --tokenizer TOKENIZER --tasks {names} --lengths {lengths}`")
+    return " and ".join(commands)
 
 
 def read_split(storage: Storage, task: str, record: Mapping[str, Any], split: str) -> pa.Table:
