@@ -124,6 +124,16 @@ def test_settings_are_in_the_order_of_their_numbers_and_told_by_their_last_parts
             writer.log(1, {"loss": 1.0 if steps is None else 1.0 / steps})
     axes = {axis["name"]: axis for axis in draw(FIGURES["sweep"], Source(str(tmp_path)), {}).option["parallelAxis"]}
     assert axes["train.steps"]["data"] == ["20", "200", "1000", "not set"]
+    seeds = ResultsStore(Storage(str(tmp_path / "seeds")))
+    for seed, rate in ((0, 0.5), (1, 0.75)):
+        with seeds.create_run(f"r-{seed}", {"config": {"train": {"seed": seed, "lr": rate}}}) as writer:
+            writer.log(1, {"loss": 1.0 + seed})
+    drawn = draw(FIGURES["sweep"], Source(seeds.storage.root), {}).option["parallelAxis"]
+    assert {axis["name"]: axis.get("minInterval") for axis in drawn} == {
+        "train.seed": 1,
+        "train.lr": None,
+        "loss": None,
+    }
     best, *_, worst = draw(FIGURES["seeds"], Source(str(tmp_path)), {}).option["yAxis"]["data"]
     assert sorted(best.split(", ")) == ["layout.type=of la", "mixer.type=la", "steps=1000"]
     assert "steps" not in worst

@@ -36,6 +36,13 @@ def test_what_is_listed_is_what_set_takes():
     assert again.configs == load_workflow("quickstart").configs
 
 
+def test_a_sweep_lists_the_settings_of_its_trials():
+    found = settings("sweep_pattern", "sweep.retry=1")
+    assert (found["sweep.retry"][0], found["pretrain.train.steps"][0]) == ("1", "60")
+    assert found["pretrain.model.layout.mixer.type"][0] == "gdn"
+    assert "sweep.steps" not in found
+
+
 @pytest.mark.parametrize("recipe", sorted(shipped_recipes()))
 def test_every_shipped_recipe_can_be_listed(recipe):
     assert settings(recipe)

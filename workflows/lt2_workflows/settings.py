@@ -12,16 +12,22 @@ from lt2_workflows.graph import Workflow
 
 
 def describe_settings(workflow: Workflow, step: str | None = None) -> str:
-    """One block per step (or of the one that is named): what it is, then a line per key."""
+    """One block per step (or of the named one): what it is, then a line per key; of a sweep its trials', too."""
+    from lt2_workflows.sweeps.config import SweepStep, workflow_of
+
     blocks = []
     for name, config in workflow.configs.items():
         if step not in (None, name):
             continue
         about = (type(config).__doc__ or "").strip().splitlines() or [""]
-        found = [row for row in _rows(name, config, config.model_dump(mode="json")) if row[0] != f"{name}.type"]
+        hidden = {f"{name}.type"} | ({f"{name}.steps"} if isinstance(config, SweepStep) else set())
+        found = [row for row in _rows(name, config, config.model_dump(mode="json")) if row[0] not in hidden]
         width = max(len(f"{key}={value}") for key, value, _ in found)
         lines = [f"  {f'{key}={value}':<{min(width, 64)}}  {others}".rstrip() for key, value, others in found]
         blocks.append("\n".join([f"{name} ({config.type}): {about[0]}", *lines]))
+        if isinstance(config, SweepStep):
+            blocks.append("Of every trial (--set of `lt2 sweep` takes these; what trials differ in is above):")
+            blocks.append(describe_settings(workflow_of(config, "recipe", config.steps)))
     return "\n\n".join(blocks)
 
 

@@ -90,7 +90,8 @@ def _axis(index: int, key: str, values: list[tuple[str, float | None]]) -> dict[
     if all(number is not None for number in numbers):
         positive = [number for number in numbers if number is not None and number > 0]
         log = len(positive) == len(numbers) and max(positive) > 10 * min(positive)
-        return {"dim": index, "name": name, "type": "log" if log else "value", **({} if log else {"scale": True})}
+        whole = {"minInterval": 1} if all(number % 1 == 0 for number in numbers if number is not None) else {}
+        return {"dim": index, "name": name, **({"type": "log"} if log else {"type": "value", "scale": True, **whole})}
     kinds = sorted({(number is None, number or 0.0, text) for text, number in values})  # 20 before 200 before "not set"
     return {"dim": index, "name": name, "type": "category", "data": list(dict.fromkeys(text for *_, text in kinds))}
 
