@@ -50,6 +50,7 @@ def test_a_narrow_window_scrolls_down_only(page, site):
     storage = site.store.storage
     fill_sweep(storage, 3, failed=1)
     storage.write_json("steps/sweep-00000000/done.json", {"attempt": 1, "result": {"text": f"\n{'column  ' * 30}\n"}})
+    site.store.log_event("hybrid-2", "rollback", {"step": 7, "to": "step-5", "message": "loss nan " * 30})
     page.set_viewport_size({"width": 390, "height": 900})
     for address, ready in [
         ("/", "table.runs tbody tr"),
@@ -70,6 +71,8 @@ def test_a_narrow_window_scrolls_down_only(page, site):
         for item in page.locator("#nav a, #help, #theme").all():
             box = item.bounding_box()
             assert 0 <= box["x"] <= 390 - box["width"], (address, item.inner_text())
+        if address == "/runs/hybrid-2":
+            assert page.locator(".events .said").bounding_box()["width"] > 300  # below the time, not in what it leaves
         if address.startswith("/workflows/swept-1"):
             assert page.evaluate("getComputedStyle(document.querySelector('.report')).whiteSpace") == "pre"
     page.goto(site.address)
