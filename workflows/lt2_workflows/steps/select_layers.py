@@ -83,7 +83,7 @@ def run_select_layers(config: SelectLayersStep, context: StepContext) -> dict[st
         {"layer": layer, "KL with it alone kept": "" if scores is None else f"{scores[layer]:.4f}", "kept": mark}
         for layer, mark in enumerate("yes" if layer in kept else "" for layer in range(config.n_layers))
     ]
-    text = table(rows, ["layer", "KL with it alone kept", "kept"])
+    text = table(rows, ["layer", *(["KL with it alone kept"] if scores is not None else []), "kept"])
     record = {"method": config.method, "kept": list(kept), "scores": scores}
     context.storage.write_json(f"{context.step.folder}/out/selection.json", record)
     return {"kept": list(kept), "scores": scores, "text": f"\nlayers that keep attention ({config.method})\n\n{text}\n"}
