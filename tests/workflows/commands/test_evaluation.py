@@ -146,6 +146,7 @@ def test_runs_are_compared_at_the_depths_that_they_were_trained_at(tmp_path):
     options = ("--storage", str(tmp_path), "--json")
     (row,) = json.loads(lt2("compare", "a", "b", *options))
     assert (row["n"], row["a"], row["b"]) == (3, pytest.approx(1 / 3), 1)
+    assert "\na is a, b is b; the difference is b - a" in lt2("compare", "a", "b", *options[:-1])
     (row,) = json.loads(lt2("compare", "a", "c", *options))  # at no depth of its own, and at one only
     assert row["b"] == pytest.approx(1 / 3)
 

@@ -142,6 +142,9 @@ def compare(
         typer.echo(as_json(rows))
         return
     typer.echo(table(rows, ["task", "metric", "a", "b", "difference", "stderr", "p_value", "n", "note"]))
+    typer.echo(
+        f"\na is {a}, b is {b}; the difference is b - a, stderr its standard error, n the items that both answered"
+    )
 
 
 def paper_table(
