@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from lt2.cache import cache_dtype
-from lt2.config import ConfigError, MixerConfig, ModelConfig
+from lt2.config import ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout
 from lt2.layout import layout
 from lt2.mixers.shared import SharedRows
 from lt2.model import LoopedLM
+from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig, ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,40 @@ def _mixer_flops(block: Any, spec: MixerConfig, config: ModelConfig, seq_len: in
 def training_flops(config: ModelConfig, seq_len: int) -> float:
     """Forward and backward FLOPs per token: three times the forward (recomputation is not counted, as in MFU)."""
     return 3.0 * forward_flops(config, seq_len)
+
+
+def objective_flops(
+    config: ModelConfig, objective: ObjectiveConfig, seq_len: int, *, teacher: ModelConfig | None = None
+) -> float:
+    """FLOPs per token of training by `objective`: forward, backward (twice that), and a teacher's forward.
+
+    In stage 1 of a distillation everything runs forward and only the new mixers backward. Later stages have a head
+    after every loop that counts: the mean over the run's steps. An exit gate's objective has one after every loop.
+    """
+    blocks, head = stack_flops(config, objective, seq_len), head_flops(config)
+    if isinstance(objective, AlignConfig):
+        return blocks + 2 * _new_mixer_flops(config, seq_len)
+    heads = config.n_loops if isinstance(objective, ExitGateConfig) else 1
+    if isinstance(objective, DistillConfig):
+        share = {"final": 0.0, "uniform": 1.0, "scheduled": objective.until}[objective.supervision]
+        heads = 1 + share * (config.n_loops - 1)
+    asked = 0.0 if teacher is None else forward_flops(teacher, seq_len) + (heads - 1) * head
+    return 3 * (blocks + heads * head) + asked
+
+
+def stack_flops(config: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
+    """Forward FLOPs per token of all blocks as `objective` runs them: aligned are new mixers beside the teacher's."""
+    if isinstance(objective, AlignConfig):
+        assert isinstance(config.layout, KeptLayout)
+        teacher = config.model_copy(update={"layout": UniformLayout(mixer=config.layout.attention)})
+        return forward_flops(teacher, seq_len) - head_flops(config) + _new_mixer_flops(config, seq_len)
+    return forward_flops(config, seq_len) - head_flops(config)
+
+
+def _new_mixer_flops(config: ModelConfig, seq_len: int) -> float:
+    assert isinstance(config.layout, KeptLayout)
+    kept = config.layout.kept
+    return sum(flops for row in mixer_flops(config, seq_len) for layer, flops in enumerate(row) if layer not in kept)
 
 
 PEAK_FLOPS = {

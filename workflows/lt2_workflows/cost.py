@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from lt2.analysis.accounting import CARD_BYTES, PEAK_FLOPS, find_card, forward_flops, head_flops, mixer_flops
-from lt2.config import ConfigError, KeptLayout, ModelConfig, UniformLayout
+from lt2.analysis.accounting import CARD_BYTES, PEAK_FLOPS, find_card, objective_flops, stack_flops
+from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2.memory import OUTSIDE, Memory, keeps_gathered, plan_memory
 from lt2.train.config import Recompute, TrainConfig
-from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig
 from lt2_workflows.console import table
 
 GB = 1e9
@@ -121,36 +120,17 @@ def _by_policy(plans: dict[Recompute, Memory], run: Training, hardware: Hardware
 
 
 def flops_per_token(run: Training, recompute: Recompute) -> float:
-    """FLOPs a card spends per token: forward, backward (twice that), what is computed again, and a teacher's forward.
-
-    In stage 1 of a distillation everything runs forward and only the new mixers backward. Later stages have a head
-    after every loop that counts: the mean over the run's steps. An exit gate's objective has one after every loop.
-    """
-    config, seq_len, head = run.model, run.seq_len, head_flops(run.model)
-    blocks = forward_flops(config, seq_len) - head
+    """FLOPs a card spends per token: those of the objective, and what is computed again."""
+    config, seq_len, objective = run.model, run.seq_len, run.train.objective
+    blocks = stack_flops(config, objective, seq_len)
     recurrences = sum(
         spec.sequence_flops(config.dims, seq_len)
         for row in layout(config)
         for spec in row
         if spec.type not in ("full", "window", "mla")
     )
-    objective = run.train.objective
-    if isinstance(objective, AlignConfig):
-        assert isinstance(config.layout, KeptLayout)
-        mixers = mixer_flops(config, seq_len)
-        new = sum(flops for row in mixers for layer, flops in enumerate(row) if layer not in config.layout.kept)
-        teacher = config.model_copy(update={"layout": UniformLayout(mixer=config.layout.attention)})
-        blocks = forward_flops(teacher, seq_len) - head + new
-        total = blocks + 2 * new
-    elif isinstance(objective, DistillConfig):
-        share = {"final": 0.0, "uniform": 1.0, "scheduled": objective.until}[objective.supervision]
-        heads = 1 + share * (config.n_loops - 1)
-        total = 3 * (blocks + heads * head)
-        if run.teacher is not None:
-            total += forward_flops(run.teacher, seq_len) + (heads - 1) * head
-    else:
-        total = 3 * (blocks + head * (config.n_loops if isinstance(objective, ExitGateConfig) else 1))
-    return total + {"none": 0.0, "selective": recurrences, "block": blocks, "loop": 2 * blocks}[recompute]
+    again = {"none": 0.0, "selective": recurrences, "block": blocks, "loop": 2 * blocks}[recompute]
+    return objective_flops(config, objective, seq_len, teacher=run.teacher) + again
 
 
 def _advice(plans: dict[Recompute, Memory], run: Training, count: int, micro: int, size: float) -> str:

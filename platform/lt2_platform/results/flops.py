@@ -1,6 +1,6 @@
 """What runs have spent, from what the store knows of them: training FLOPs, 3 × forward.
 
-Neither teachers nor recomputation count, as in MFU.
+Neither teachers nor recomputation count, nor what an objective computes besides one forward pass.
 """
 
 from __future__ import annotations

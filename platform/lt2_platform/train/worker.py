@@ -165,7 +165,8 @@ def _train(
         sources=spec.info.get("config", {}).get("sources", {}),
         pinned=lambda: set(wanted(spec.out, spec.evaluate_every)) if spec.evaluate_every else set(),
     )
-    observer = Observer.build(model, config, dataset.seq_len, device)
+    asked = None if teacher is None else teacher.config
+    observer = Observer.build(model, config, dataset.seq_len, device, asked)
     ours = [each for each in (observer, SaveCost(saver), logger, evaluator, saver) if each is not None]
     schedule = learning_rate(
         config.schedule,

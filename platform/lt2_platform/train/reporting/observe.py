@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lt2.analysis.accounting import peak_flops, training_flops
+from lt2.analysis.accounting import objective_flops, peak_flops
+from lt2.config import ModelConfig
 from lt2.model import LoopedLM
 from lt2.train.loop import TrainConfig, TrainState, autocast_dtype
 
@@ -26,8 +27,8 @@ class Observer:
     grad_spikes: logged gradient norms, since this attempt began, beyond SPIKE times the median of the 64 before.
     rho_norm_<loop>: L2 norm of each loop's residual gain, for a model that has them.
     peak_memory_gb: this rank's peak since the last logged step (GPU, allocated) or since the process began (CPU, RSS).
-    mfu: model FLOPs (lt2.analysis.accounting.training_flops) of all tokens, learned or not, over the cards' dense bf16
-        peak; only where the card is known and the run is in bf16.
+    mfu: FLOPs of the objective (lt2.analysis.accounting.objective_flops, so a teacher's too, and no recomputation) of
+        all tokens, learned or not, over the cards' dense bf16 peak; where the card is known and the run is in bf16.
     """
 
     model: LoopedLM
@@ -38,12 +39,19 @@ class Observer:
     spikes: int = 0
 
     @classmethod
-    def build(cls, model: LoopedLM, config: TrainConfig, seq_len: int, device: torch.device) -> Observer:
+    def build(
+        cls,
+        model: LoopedLM,
+        config: TrainConfig,
+        seq_len: int,
+        device: torch.device,
+        teacher: ModelConfig | None = None,
+    ) -> Observer:
         bf16 = autocast_dtype(config.precision, device) == torch.bfloat16
         card = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and bf16 else None
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        flops = training_flops(model.config, seq_len) * config.global_batch_size * seq_len if card else 0.0
-        return cls(model, flops, card * world_size if card else None, device)
+        per_token = objective_flops(model.config, config.objective, seq_len, teacher=teacher) if card else 0.0
+        return cls(model, per_token * config.global_batch_size * seq_len, card * world_size if card else None, device)
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         norm = metrics["grad_norm"]

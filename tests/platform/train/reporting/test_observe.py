@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt2.analysis.accounting import peak_flops, training_flops
+from lt2.analysis.accounting import head_flops, peak_flops, training_flops
 from lt2.model import build
 from lt2.train.loop import TrainState
 from lt2_platform.results.store import ResultsStore
@@ -70,15 +70,28 @@ def test_spikes_are_counted_against_the_running_median():
     assert observe_norms([1.0, 1.0, 50.0])[-1] == 0
 
 
-def test_mfu_is_the_models_flops_over_all_cards(monkeypatch):
+def mfu(monkeypatch, model, *asked, **train):
     monkeypatch.setattr(observe, "autocast_dtype", lambda precision, device: torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(observe, "peak_memory", lambda device: 0)
-    model = build(model_config(), seed=0)
-    observer = Observer.build(model, train_config(), 12, torch.device("cuda", 0))
+    observer = Observer.build(model, train_config(**train), 12, torch.device("cuda", 0), *asked)
     metrics = {"grad_norm": 1.0, "step_time": 1e-6, "tokens_per_s": 1.0}  # few of them are learned, all computed
     observer.on_step(TrainState(), metrics)
-    assert metrics["mfu"] == pytest.approx(8 * 12 / 1e-6 * training_flops(model.config, 12) / 989e12)
+    return metrics["mfu"] * 989e12 / (8 * 12 / 1e-6)  # FLOPs per token
+
+
+def test_mfu_is_the_models_flops_over_all_cards(monkeypatch):
+    model = build(model_config(), seed=0)
+    assert mfu(monkeypatch, model) == pytest.approx(training_flops(model.config, 12))
+
+
+def test_mfu_counts_what_the_objective_computes(monkeypatch):
+    gated = build(model_config(halting={"type": "exit_gate"}), seed=0)
+    plain, head = training_flops(gated.config, 12), head_flops(gated.config)
+    every = 3 * (gated.config.n_loops - 1) * head
+    assert mfu(monkeypatch, gated, objective={"type": "exit_gate"}) == pytest.approx(plain + every)
+    final = {"type": "distill", "supervision": "final"}
+    assert mfu(monkeypatch, gated, gated.config, objective=final) == pytest.approx(plain * 4 / 3)
 
 
 @pytest.mark.parametrize(
