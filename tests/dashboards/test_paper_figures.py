@@ -233,6 +233,16 @@ def test_recall_and_ruler(source):
     assert "There are results at 1024, 4096 tokens" in figure(source, "ruler", length="8192").option["empty"]
 
 
+def test_a_quick_look_at_needles_is_told_where_it_is_drawn(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    needles = [{"task": f"niah_single_1_{n}", "metric": "contains", "value": 0.5} for n in (1024, 4096)]
+    add(store, "quick", uniform("full"), at=1.0, validation=[row | {"n": 4, "limit": 4} for row in needles])
+    add(store, "whole", uniform("full"), at=2.0, validation=[row | {"n": 500, "limit": None} for row in needles])
+    for name in ("long_context", "ruler"):
+        notes = figure(Source(str(tmp_path)), name).notes
+        assert [note for note in notes if note.startswith("Quick looks") and note.endswith("all: quick (4).")], name
+
+
 def test_students_are_measured_by_their_teacher(source):
     found = figure(source, "distillation")
     kept = {row[2]: row[4:] for row in found.rows}

@@ -7,7 +7,7 @@ from typing import Literal
 from lt2_dashboards.figures.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.paper import DOWNSTREAM, TASK_LABELS, TASKS, contradictions, mean_of_tasks
-from lt2_dashboards.figures.store import Evaluated, evaluated
+from lt2_dashboards.figures.store import evaluated, quick_looks
 from lt2_dashboards.queries import Source
 
 
@@ -35,8 +35,7 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
             "± is one standard error. Perplexities of this store are on the runs' own held-out text and tokenizer: "
             "compare them with each other, not with the paper's."
         )
-    if few := [f"{run.run} ({asked})" for run in found[:MAX_RUNS] if (asked := _few(run))]:
-        notes.append(f"Quick looks, at so many items of a task where the paper has all: {', '.join(few)}.")
+    notes += quick_looks(found[:MAX_RUNS], TASKS)
     differ = {model: row[-1] for model, row in printed.items() if row and abs(row[-1] - paper[model][-1]) >= 0.01}
     if differ:
         notes.append("The paper prints other averages: " + ", ".join(f"{m} {v:.2f}" for m, v in differ.items()) + ".")
@@ -57,9 +56,3 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
         notes,
         produce="" if ours else "lt2 eval RUN --pack PACK --suite core",
     )
-
-
-def _few(run: Evaluated) -> str:
-    """The limits under which a run was asked the paper's tasks: "60", "60 to 100", or "" for none."""
-    limits = sorted({run.limits[task] for task in TASKS if task in run.limits})
-    return " to ".join(str(limit) for limit in dict.fromkeys((*limits[:1], *limits[-1:])))

@@ -6,7 +6,7 @@ import re
 
 from lt2_dashboards.figures.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.figure import Figure
-from lt2_dashboards.figures.store import Evaluated, evaluated
+from lt2_dashboards.figures.store import Evaluated, evaluated, quick_looks
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.paper.long_context import LONG_CONTEXT, METRICS, TASKS
 
@@ -28,6 +28,7 @@ def long_context(source: Source, *, runs: list[str] | None = None) -> Figure:
     ]
     if any(error is not None for run in ours for error in errors[run]):
         notes.append(ERROR_BARS)
+    notes += quick_looks([run for run in found if run.run in ours], TASKS)
     return Figure(
         "Recall and needles (%)",
         dots(labels, LONG_CONTEXT, ours, unit="answers found (%)", errors=errors),
@@ -62,6 +63,7 @@ def ruler(source: Source, *, length: int = 4096, runs: list[str] | None = None) 
     ]
     if any(error is not None for run in ours for error in errors[run]):
         notes.append(ERROR_BARS)
+    notes += quick_looks([run for run in found if run.run in ours], tasks)
     return Figure(
         f"RULER subtasks at {length:,} tokens (%)",
         option,

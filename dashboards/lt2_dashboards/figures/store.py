@@ -15,7 +15,7 @@ from lt2.config import ConfigError, explain
 from lt2.layout import realised_ratio
 from lt2_dashboards.figures.paper import TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
-from lt2_platform.evaluate.repeats import STANDING_SQL
+from lt2_platform.evaluate.repeats import STANDING_SQL, few_of
 from lt2_platform.results.store import RunInfo
 
 MAX_RUNS = 1_000  # of one figure, newest first
@@ -123,6 +123,14 @@ class Evaluated:
         """Mean percent over `tasks`, each by the first of its metrics that the run has; None unless all are there."""
         values = [value for task, metrics in tasks.items() if (value := self.percent(task, *metrics)) is not None]
         return math.fsum(values) / len(values) if len(values) == len(tasks) else None
+
+
+def quick_looks(found: Iterable[Evaluated], tasks: Iterable[str]) -> list[str]:
+    """The note on runs that were asked only some items of `tasks`; none if there are no such runs."""
+    wanted = set(tasks)
+    limits = {run.run: {limit for task, limit in run.limits.items() if task in wanted} for run in found}
+    few = [f"{run} ({few_of(asked)})" for run, asked in limits.items() if asked]
+    return [f"Quick looks, at so many items of a task where others have all: {', '.join(few)}."] if few else []
 
 
 def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Evaluated]:

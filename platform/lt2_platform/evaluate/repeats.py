@@ -28,6 +28,20 @@ def counting(rows: Iterable[tuple[Key, Row]]) -> dict[Key, Row]:
     return found
 
 
+def few_of(limits: Iterable[int]) -> str:
+    """Of the limits under which tasks were asked: "60", "60 to 100", or "" for none."""
+    known = sorted(limits)
+    return " to ".join(str(limit) for limit in dict.fromkeys((*known[:1], *known[-1:])))
+
+
+def quick_look(rows: Iterable[Mapping[str, Any]], tasks: Iterable[str]) -> str:
+    """What to say of one run's evaluation rows if those of `tasks` that count are of a few items only, else ""."""
+    wanted = set(tasks)
+    kept = counting(((row.get("task"), row.get("metric")), row) for row in rows if row.get("task") in wanted)
+    few = few_of({row["limit"] for row in kept.values() if row.get("limit") is not None})
+    return f"a quick look, {few} items a task" if few else ""
+
+
 def _count(value: Any) -> int:
     known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     return int(value) if known else -1

@@ -211,15 +211,22 @@ def test_paper_table_shows_our_runs_beside_the_papers(tmp_path):
     rows = [{"task": task, "metric": metric, "value": 0.5} for task in TASKS for metric in ("acc", "acc_norm")]
     rows += [{"task": "perplexity", "metric": "perplexity", "value": 12.5}]
     store.log_eval("mine", "validation", rows)
-    store.log_eval("partial", "validation", [{"task": "piqa", "metric": "acc", "value": 0.7}])
+    piqa = {"task": "piqa", "metric": "acc", "value": 0.7}
+    store.log_eval("partial", "validation", [piqa])
+    store.log_eval("quick", "validation", [piqa | {"n": 4, "limit": 4}])
+    store.log_eval("whole", "validation", [piqa | {"n": 4, "limit": 4}, piqa | {"n": 9, "limit": None}])
     lines = lt2("paper-table", "--storage", tmp_path, "--format", "csv").splitlines()
     assert "mine,ours,12.5,50.0,50.0,50.0,50.0,50.0,50.0,50.0,50.0,50.0," in lines
     assert any(line.startswith("partial,ours,,,,,70.0,") and "no ARC-E" in line for line in lines)
+    told = {line.partition(",")[0]: "a quick look, 4 items a task; no ARC-E" in line for line in lines}
+    assert (told["partial"], told["quick"], told["whole"]) == (False, True, False)
     assert "Looped Mamba2" in lt2("paper-table", "--storage", tmp_path)
     assert r"mine & 12.50 & 50.00" in lt2("paper-table", "mine", "--storage", tmp_path, "--format", "latex")
     with pytest.raises(ConfigError, match="no scale '7B'"):
         lt2("paper-table", "--storage", tmp_path, "--scale", "7B")
-    with pytest.raises(ConfigError, match="no run or workflow 'other' with evaluations; there are: mine, partial"):
+    with pytest.raises(
+        ConfigError, match="no run or workflow 'other' with evaluations; there are: mine, partial, quick, whole"
+    ):
         lt2("paper-table", "other", "--storage", tmp_path)
 
 

@@ -162,6 +162,7 @@ def paper_table(
     from lt2_platform.evaluate.paper import formats as paper_formats
     from lt2_platform.evaluate.paper import long_context as paper_recall
     from lt2_platform.evaluate.paper import main_table as paper
+    from lt2_platform.evaluate.repeats import quick_look
     from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.commands.records import runs_named
@@ -187,6 +188,10 @@ def paper_table(
         rows, columns = paper_recall.compared(found), paper_recall.COLUMNS
     else:
         rows, columns = paper.compared(found, scale), paper.COLUMNS
+    asked = paper_recall.TASKS if which == "recall" else paper.TASKS
+    for row in rows:
+        few = quick_look(by_run[row["model"]], asked) if row["source"] == "ours" else ""
+        row["note"] = "; ".join(part for part in (few, row["note"]) if part)
     if format_ == "text":
         shown = [
             {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()} for row in rows
