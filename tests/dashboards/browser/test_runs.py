@@ -197,12 +197,15 @@ def test_compared_evaluations_say_how_sure_they_are(page, site):
             text = "\n".join(json.dumps(item | {"task": task}) for item in items)
             site.store.storage.write_bytes(f"evals/{run}/e1/harness/loops-1/samples/{task}.jsonl", text.encode())
     site.store.log_eval("full-1", "validation", [row | {"task": "copa"}])  # the other's evaluation was cut off
+    for run, value in (("full-1", 1e-4), ("hybrid-2", 0.9)):
+        site.store.log_eval(run, "validation", [{"task": "far", "metric": "off", "value": value}])
     page.goto(f"{site.address}/compare?runs=full-1,hybrid-2")
     row = page.locator("table.compare tr", has_text="validation/piqa/acc")
     row.locator("small.sure").wait_for()
     assert row.locator("td").all_inner_texts() == ["0± 0.138 items", "0.7± 0.1310 itemsp = 0.0162 items only in one"]
     assert row.locator(".best").count() == 0  # of other items
     assert page.locator("table.compare tr", has_text="copa/acc").locator("td").last.inner_text() == "–"
+    assert page.locator("table.compare tr", has_text="far/off").locator("small").inner_text() == "× 9,000"
     assert "one standard error" in page.locator("main > .notes").inner_text()
 
 
