@@ -306,6 +306,13 @@ def test_status_shows_the_newest_workflow_last_and_long_errors_at_the_end(tmp_pa
     assert shown.index("old-2") < shown.index("new-1")
     assert "1970-01-01 00:33" in shown
     assert shown.index("attempts/1/log", shown.index("only-new-1")) < shown.index("x" * 300)
+    attempt = "steps/only-new-1/attempts/2"
+    storage.write_json(f"{attempt}/state.json", {"state": "running", "started": 3000.0, "ended": None, "error": None})
+    lease = {"host": "elsewhere", "pid": 7, "beat": 1, "time": 3000.0, "ttl_s": 30.0, "released": False}
+    storage.write_json(f"{attempt}/lease.json", lease)
+    assert (
+        "its process ended without a word; the same command goes on" in lt2("status", "--storage", str(tmp_path)).stdout
+    )
 
 
 def test_generate_without_a_checkpoint(tmp_path):

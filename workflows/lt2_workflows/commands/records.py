@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lt2_platform.results.index import Index
     from lt2_platform.storage import Storage
 
+LOST = "its process ended without a word; the same command goes on from what it saved"
+
 
 def status(
     workflow: Annotated[
@@ -43,9 +45,9 @@ def status(
         if workflow is None and "part_of" in item:
             continue
         steps = item["steps"] if "error" not in item else [{"state": "unreadable", "error": item["error"]}]
-        shown = [step | {"ended (UTC)": _time(step.get("ended"))} for step in steps]
+        shown = [step | {"ended (UTC)": _time(step.get("ended")), "error": _said(step)} for step in steps]
         columns = ["name", "state", "attempt", "ended (UTC)", "id", "log"]
-        columns += ["error"] * any(step["error"] for step in steps)  # last: it may be long
+        columns += ["error"] * any(step["error"] for step in shown)  # last: it may be long
         typer.echo(f"{item['id']}\n{table(shown, columns)}\n")
 
 
@@ -53,6 +55,10 @@ def _when(workflow: dict[str, Any]) -> tuple[float, str]:
     """Sorts by the end of the last step to end; a workflow that runs is the newest."""
     ends = [float("inf") if step["state"] == "running" else step["ended"] or 0.0 for step in workflow["steps"]]
     return max(ends, default=0.0), workflow["id"]
+
+
+def _said(step: dict[str, Any]) -> str | None:
+    return step["error"] or (LOST if step["state"] == "lost" else None)
 
 
 def _time(seconds: float | None) -> str:
