@@ -262,6 +262,8 @@ def _notes(config: SweepStep) -> Iterator[str]:
         yield from ablations.paper_table(config.paper).notes
     if len(config.seeds) > 1:
         yield "± is the standard deviation over seeds. " + ablations.P_MEANS
+    else:
+        yield "One seed each, so nothing says how much of a difference is chance: --seeds 0,1 trains all of them twice."
 
 
 def _why(record: Mapping[str, Any]) -> str:
