@@ -71,3 +71,33 @@ def test_it_ends_with_everybodys_patience(lease, full, lost, monkeypatch):
     full.append("now")
     wait_until(lambda: lost, "the end")
     assert lost[0] == "no heartbeat could be written: [Errno 28] No space left on device"
+
+
+def test_who_waits_sees_heartbeats_and_silence_by_its_own_clock(tmp_path, monkeypatch):
+    storage, now = Storage(str(tmp_path)), [1000.0]
+    monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
+    watch = records.Watch(storage, "steps/a-1")
+    assert watch.holder() == (0, None)
+    elsewhere = {"released": False, "time": 4e9, "ttl_s": 30.0, "host": "h", "pid": 1, "machine": "other", "start": "1"}
+
+    def beats(attempt, beat, **fields):
+        lease = elsewhere | {"beat": beat} | fields
+        storage.write_json(records.lease_path("steps/a-1", attempt), lease)
+        return attempt, lease
+
+    first = beats(9, 0)
+    assert watch.holder() == watch.holder() == first
+    assert not watch.heard()
+    now[0] += 29
+    alive = beats(9, 1)
+    assert watch.holder() == alive
+    assert watch.heard()
+    now[0] += 30
+    assert watch.holder() == alive
+    now[0] += 1
+    assert watch.holder() == (9, None)  # silent for longer than its time to live
+    assert watch.holder() == (9, None)
+    newer = beats(10, 0)  # somebody else took over
+    assert watch.holder() == newer
+    beats(10, 1, released=True)
+    assert watch.holder() == (10, None)
