@@ -1,9 +1,14 @@
 """State-based recall: programs are what the interpreter says they are, and accuracies are those of known models."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from lt2.train.loop import TrainState
+from lt2_platform.evaluate import state_recall_programs as module
 from lt2_platform.evaluate.config import RECALL_WORDS, StateRecallConfig, program_length
 from lt2_platform.evaluate.state_recall_programs import BIT, EVALUATION, WORDS, accuracy, batches, programs, read
 
@@ -62,3 +67,18 @@ def test_accuracy_of_a_model_that_knows_and_of_one_that_always_says_one(monkeypa
     truth = np.take_along_axis(made["tokens"], made["asked"], 1) == BIT + 1
     expected = {"all": truth.mean(), "final": truth[:, -1].mean(), "moved": truth[made["moved"]].mean()}
     assert accuracy(Oracle(False), (6, 6), examples=40, seed=0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("warmup", "rates"), [(4, [0.0025, 0.005, 0.01, 0.01]), (0, [0.01] * 4)])
+def test_practice_warms_up_and_says_what_it_was(monkeypatch, warmup, rates):
+    def train(model, objective, batches, optimizer, rate, settings, state):
+        assert [rate(step) for step in (0, 1, 3, 9)] == rates
+        return replace(state, step=settings.steps, loss=1.5)
+
+    monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(module, "accuracy", lambda model, size, **options: {"all": 0.5, "final": options["seed"]})
+    config = CONFIG.model_copy(update={"lr": 0.01, "warmup_steps": warmup, "seed": 7})
+    model = SimpleNamespace(embed=SimpleNamespace(weight=torch.zeros(1)))
+    state, entry = module.practise(config, model, None, (6, 3), TrainState(step=8), 4)  # type: ignore[arg-type]
+    assert entry == {"n": 6, "swaps": 3, "step": 12, "loss": 1.5, "all": 0.5, "final": 7}
+    assert state.step == 12
