@@ -221,7 +221,8 @@ def test_a_step_elsewhere_is_shown_as_lost_only_when_no_ordinary_clock_explains_
 
 
 def test_the_lease_of_a_killed_attempt_is_released_by_its_driver(storage, monkeypatch):
-    monkeypatch.setattr(records, "ORPHAN_GRACE_S", 0.0)
+    waited: list[float] = []
+    monkeypatch.setattr(records.time, "sleep", waited.append)
     lease = records.Lease(storage, "steps/a-1", 1, ttl_s=30, on_lost=print)
     assert lease.acquire()
     lease.stop()
@@ -231,6 +232,8 @@ def test_the_lease_of_a_killed_attempt_is_released_by_its_driver(storage, monkey
         "released": True,
         "time": storage.read_json(lease.path)["time"],
     }
+    records.release_for(storage, "steps/a-1", 1)
+    assert waited == [records.ORPHAN_GRACE_S]  # once: for the Ray workers of the killed process
     records.release_for(storage, "steps/a-1", 2)  # it never got as far as a lease
     assert not storage.exists("steps/a-1/attempts/2/lease.json")
 
