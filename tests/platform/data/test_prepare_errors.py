@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -204,7 +205,17 @@ def test_what_a_crash_left_is_known_as_ours(folder, no_ray, monkeypatch, place):
         with pytest.raises(OSError, match="No space left"):
             prepare(config, str(out))
     assert (out / MARK).exists()
+    for stray in ("train/part-00099.parquet", "quarantine/part-00000.jsonl", "tokenizer/tokenizer.json"):
+        (out / stray).parent.mkdir(exist_ok=True)
+        (out / stray).touch()
+    shutil.copytree(out, folder / "copy")
+    with pytest.raises(ConfigError, match="no usable row"):
+        prepare(PrepareConfig(source=f"{folder}/bad.jsonl", seq_len=7), str(folder / "copy"))
+    assert not (folder / "copy").exists()
+    (out / "tokenizer/tokenizer.json").unlink()
+    (out / "tokenizer").rmdir()
     manifest = prepare(config, str(out))
+    assert [path.name for path in (out / "train").iterdir()] == ["part-00000.parquet"]
     PackedDataset(str(out)).verify()
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "train"]
     (out / MARK).touch()  # a crash after the manifest was written

@@ -61,7 +61,7 @@ def test_it_is_not_lost_for_a_while_longer_than_others_wait(lease, full, lost):
 
 def test_it_ends_when_another_takes_over(lease, full, lost):
     full.append("now")
-    lease.storage.create_exclusive(lease.fence, b"{}")
+    lease.storage.create_exclusive(records.lease_path("steps/a-1", 2), b"{}")
     wait_until(lambda: lost, "the end")
     assert lost[0] == "another process took over this step"
 
