@@ -62,8 +62,10 @@ def open_run(
     check_workers(config.train, num_workers, min_workers)
     storage = Storage(out)
     places = {name: absolute(place) for name, place in asdict(sources or Sources()).items() if place is not None}
-    identities = {name: identity(place) for name, place in places.items()}
     models = {name: checkpoint.read_info(checkpoint.resolve(place)) for name, place in places.items() if name != "topk"}
+    # The run behind a name may still train: workers, and those that take their place, read what it means now.
+    meant = places | {name: each.uri for name, each in models.items()}
+    identities = {name: identity(place) for name, place in meant.items()}
     if (before := models.get("continue_from")) is not None:
         check_continues(before, model, config.train, manifest["tokenizer"], manifest.get("fingerprint"))
     storage.check_writable()
@@ -85,7 +87,7 @@ def open_run(
         out=out,
         run_id=run_id,
         storage_root=absolute(storage_root),
-        sources=places,
+        sources=meant,
         evaluate_every=evaluate_every,
         profile_steps=profile_steps,
         info=_with_origin(info or {}, manifest, models, places),

@@ -55,6 +55,10 @@ def test_a_branch_ends_as_the_run_that_never_stopped(root):
     assert checkpoints(root / "trunk") == ["step-00000002", "step-00000004"]  # it is only read
 
 
+def test_workers_read_the_checkpoint_that_was_meant_when_the_run_began(root):
+    assert branch(root, name="meant").sources == {"continue_from": str(root / "trunk/checkpoints/step-00000004")}
+
+
 def test_an_interrupted_branch_goes_on_from_its_own_checkpoint(root):
     asked = []
     with pytest.raises(PreemptedError):

@@ -166,17 +166,12 @@ def read_info(uri: str) -> CheckpointInfo:
 def resolve(uri: str) -> str:
     """The checkpoint `uri` means: itself, or the newest one in it, its `checkpoints` or a step's `out/checkpoints`;
     `…/best` the best."""
-    return _candidates(uri)[0]
-
-
-def _candidates(uri: str) -> list[str]:
-    """What `uri` may mean, the preferred first; never empty."""
     storage = Storage(uri)
     if storage.exists(COMPLETE):
-        return [storage.root]
+        return storage.root
     for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
         if names := complete(folder):
-            return [Storage(folder).join(name) for name in reversed(names)]
+            return Storage(folder).join(names[-1])
     if storage.root.endswith("/best"):
         run = Storage(storage.root.removesuffix("/best"))
         for folder in (run.root, run.join("checkpoints"), run.join("out", "checkpoints")):
@@ -184,7 +179,7 @@ def _candidates(uri: str) -> list[str]:
                 found = Storage(folder).join(best["checkpoint"])
                 if not Storage(found).exists(COMPLETE):
                     raise CheckpointError(f"{uri}: the best checkpoint was {found}, which is gone; use another")
-                return [found]
+                return found
         raise CheckpointError(f"{uri}: no checkpoint of a step that was evaluated (train.eval_every)")
     if storage.exists("config.json"):
         raise CheckpointError(
@@ -213,11 +208,12 @@ def _intact_alone(uri: str) -> str:
 def _refuse_damaged(uri: str, found: str, problems: list[str]) -> None:
     if not problems:
         return
-    others = (one for one in _candidates(uri) if one != found and not damage(one))
-    if (other := next(others, None)) is not None:
+    folder = Storage(found.rpartition("/")[0])
+    others = (folder.join(name) for name in reversed(complete(folder.root)))
+    if (other := next((one for one in others if one != found and not damage(one)), None)) is not None:
         advice = f"the newest intact one is {other}: name that, or remove the damaged one"
-    else:  # beside a checkpoint that was named there may be others; a run of which none is intact must be made again
-        advice = "use another" if found == Storage(uri).root else remaking(uri, "use another run")
+    else:  # a run of which none is intact must be made again
+        advice = remaking(uri, "use another")
     raise CheckpointError(f"{found}: damaged checkpoint ({'; '.join(problems)}); {advice}")
 
 

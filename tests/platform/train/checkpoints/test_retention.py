@@ -209,10 +209,11 @@ def test_a_damaged_newest_checkpoint_of_a_folder_is_refused_and_the_newest_intac
     for step in (2, 3):
         (folder / f"step-0000000{step}/__0_0.distcp").unlink()
     intact = folder / "step-00000001"
-    with pytest.raises(CheckpointError) as refusal:
-        checkpoint.load_model(str(tmp_path / "run"))
-    assert str(refusal.value) == (
-        f"{folder}/step-00000003: damaged checkpoint (__0_0.distcp: missing); "
-        f"the newest intact one is {intact}: name that, or remove the damaged one"
-    )
+    for place in (tmp_path / "run", folder / "step-00000003"):
+        with pytest.raises(CheckpointError) as refusal:
+            checkpoint.load_model(str(place))
+        assert str(refusal.value) == (
+            f"{folder}/step-00000003: damaged checkpoint (__0_0.distcp: missing); "
+            f"the newest intact one is {intact}: name that, or remove the damaged one"
+        )
     checkpoint.load_model(str(intact))
