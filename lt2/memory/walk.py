@@ -152,9 +152,12 @@ class Walk:
                 self.look(unit.backward_peak + self._regathered(layer))
                 # Autograd sums a weight's gradients over its uses before it adds them to those that wait.
                 summed = self.sharded or not self.waiting or len(table) > 1
+                # Those of copies that autocast keeps are summed as such, and become the weights' after the first loop.
+                first = unit.once if recompute == "none" and unit.once else unit.gradients
                 if summed and loop == len(table) - 1:
-                    self.add(gradients=unit.gradients)
+                    self.add(gradients=first)
                 if loop == 0:
+                    self.add(gradients=unit.gradients - first if summed else 0)
                     self._finish(layer, unit, summed)
                 self.add(activations=-unit.kept - (unit.once if loop == 0 and recompute == "none" else 0))
 

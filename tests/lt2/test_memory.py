@@ -93,6 +93,7 @@ CASES = {
     "full, a smaller last micro-batch": ({"mixer": "full"}, {"activation_checkpoint": True, "micro_batch_size": 3}),
     "gdn, blocks, accumulate": ({"n_loops": 4}, {"activation_checkpoint": True, "micro_batch_size": 2}),
     "gdn, blocks, bf16": ({"n_loops": 4}, {"activation_checkpoint": True, "precision": "bf16"}),
+    "weights above all, bf16": ({"mixer": "full", "dim": 512}, {"precision": "bf16", "global_batch_size": 1}),
     "gdn, loops": ({"n_loops": 4}, {"activation_checkpoint": "loop"}),
     "hybrid, bf16": (
         {"layout": {"type": "hybrid", "attention": {"type": "window", "window": 32}, "mixer": {"type": "gla"},
