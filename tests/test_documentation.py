@@ -117,3 +117,16 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     named = CODE_PATH.findall(page.read_text())
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+SCRIPT = re.compile(r"\b((?:scripts|benchmarks)/\w+(?:\.py)?)((?:[^\S\n]|[^\s`#])*)")
+
+
+def test_flags_of_scripts_exist():
+    asked = set()
+    for page in PAGES:
+        for script, rest in SCRIPT.findall(page.read_text().replace("\\\n", " ")):
+            asked |= {(script, flag) for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", rest)}
+    assert ("scripts/train_torchrun.py", "--start-from") in asked, "this file no longer reads the pages as they are"
+    unknown = {(script, flag) for script, flag in asked if f'"{flag}"' not in (ROOT / script).read_text()}
+    assert not unknown - {("scripts/train_torchrun.py", "--help")}

@@ -75,7 +75,7 @@ def describe(event: dict[str, Any]) -> str | None:
     if kind == "blocked":
         return f"{step} not run: {event['error']}"
     if kind == "stopping":
-        return f"{step} saves a checkpoint and stops, within {event['wait_s']:.0f} s; Ctrl-C again stops at once"
+        return f"{step} saves a checkpoint and stops, within {event['wait_s']:.0f} s; asked again, it stops at once"
     if kind == "interrupted" and event.get("error"):
         return f"{step} interrupted: {event['error']}"
     return f"{step} {kind}"

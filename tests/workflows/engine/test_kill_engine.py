@@ -130,7 +130,7 @@ def test_a_step_that_can_saves_before_it_stops(number, expected, make_run, undis
     driver.send_signal(number)
     code, output = run.finish(driver)
     assert code == expected, output
-    assert "second     saves a checkpoint and stops, within 60 s; Ctrl-C again stops at once\n" in output
+    assert "second     saves a checkpoint and stops, within 60 s; asked again, it stops at once\n" in output
     assert "second     interrupted: stopped as asked after line 0, which is saved\n" in output
     code, output = run.finish()
     assert code == 0, output
