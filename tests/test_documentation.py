@@ -45,7 +45,7 @@ def documented_commands() -> list[tuple[str, list[str]]]:
     return list({tuple(words): (page, words) for page, words in reversed(found)}.values())
 
 
-def parse(words: list[str]) -> dict[str, object]:
+def parse(words: list[str]) -> dict[str, Any]:
     """Values by parameter. Raises the usage error that the command would."""
     command: Any = typer.main.get_command(app)
     context = typer.Context(command, info_name="lt2")
@@ -100,9 +100,9 @@ def test_documented_settings_exist(page, words, readers_folder, monkeypatch):
     monkeypatch.chdir(readers_folder)
     given = parse(words)
     if words[0] == "sweep":
-        sweep_workflow(str(given["name"]), given["set_"] or [], given["grid"] or [], given["seeds"], {})
+        sweep_workflow(given["name"], given["set_"] or [], given["grid"] or [], given["seeds"], {})
     else:
-        load_workflow(str(given["recipe"]), given.get("set_") or [])
+        load_workflow(given["recipe"], given.get("set_") or [])
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "LOG.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
