@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Literal
@@ -178,6 +178,12 @@ def _threads(num_workers: int, cpus_per_worker: float | None) -> int:
     return int(share(os.environ, num_workers)["OMP_NUM_THREADS"])
 
 
+def new_name(taken: Iterable[str]) -> str:
+    """attempt-0001 and so on, after the last of `taken`: by a name that it knows, Ray would resume on its own."""
+    numbers = (name.removeprefix("attempt-") for name in taken)
+    return f"attempt-{max((int(number) for number in numbers if number.isdecimal()), default=0) + 1:04d}"
+
+
 def _fit(
     trainer: type[TorchTrainer],
     settings: dict[str, Any],
@@ -187,8 +193,7 @@ def _fit(
     max_failures: int,
 ) -> dict[str, Any]:
     """One life of a worker group; raises PreemptedError if it saved and ended early because it was told to."""
-    # A new name per attempt: Ray must not resume anything on its own.
-    name = f"attempt-{len(patiently(lambda: storage.list('ray'))) + 1:04d}"
+    name = new_name(patiently(lambda: storage.list("ray")))
     filesystem, path = storage.arrow_fs("ray")
     variables = {"OMP_NUM_THREADS": str(threads)}
     if FENCE in os.environ:  # workers outlive this process by a moment, and work on while it is stopped

@@ -225,6 +225,19 @@ def test_threads_of_a_worker(monkeypatch, environment, cpus_per_worker, expected
     assert trainer._threads(2, cpus_per_worker) == expected
 
 
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        ([], "attempt-0001"),
+        (["attempt-0001", "attempt-0002"], "attempt-0003"),
+        (["attempt-0002"], "attempt-0003"),  # somebody has removed the first
+        (["attempt-10000", "attempt-0009", "attempt-x", "notes"], "attempt-10001"),
+    ],
+)
+def test_rays_name_of_an_attempt_is_one_that_it_has_not_seen(taken, expected):
+    assert trainer.new_name(taken) == expected
+
+
 def test_a_request_the_cluster_can_never_meet_fails_at_once(tmp_path, local_ray):
     write_dataset(tmp_path / "data")
     with pytest.raises(ConfigError, match="no room for 2 workers of 3 CPUs: .* lower cpus_per_worker or add nodes"):

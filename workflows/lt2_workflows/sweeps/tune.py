@@ -14,6 +14,7 @@ from ray.tune.schedulers import FIFOScheduler
 
 from lt2.analysis.accounting import parameters
 from lt2_platform.storage import Storage
+from lt2_platform.train.trainer import new_name
 from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized, training_step
@@ -49,7 +50,7 @@ def tune_trials(config: SweepStep, jobs: dict[str, dict[str, Any]], context: Ste
             trial_dirname_creator=_name,
         ),
         run_config=tune.RunConfig(
-            name=f"attempt-{len(storage.list('')) + 1:04d}",
+            name=new_name(storage.list("")),
             storage_path=path,
             storage_filesystem=filesystem,
             failure_config=tune.FailureConfig(max_failures=ACTOR_FAILURES),
