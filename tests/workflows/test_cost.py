@@ -118,13 +118,14 @@ def test_a_stage_of_distillation_costs_its_teacher_too():
     assert ["the teacher's weights" in text for text in texts] == [True, False]
 
 
-def test_stages_are_planned_where_their_teacher_is_known(tmp_path):
+def test_stages_are_planned_where_their_teacher_is_known(tmp_path, monkeypatch):
     options = ["--storage", str(tmp_path), "--card", "h100", "--count", "1"]
     done = CliRunner().invoke(app, ["plan", "distill_small", *options])
     assert done.exit_code == 0, done.output
     for name in ("teacher", "align", r"stage2[\w-]*", "stage3"):
         assert re.search(rf"^{name} on 1 x H100", done.output, re.MULTILINE)
     assert re.search(r"^probe-3: as stage2[\w-]*$", done.output, re.MULTILINE)
+    monkeypatch.setattr("lt2_workflows.cost.describe_cost", lambda run, hardware: "what it was above")
     unknown = ["plan", "distill_small", *options, "--set", f"align.teacher={tmp_path}/later"]
     done = CliRunner().invoke(app, unknown)
     assert done.exit_code == 0, done.output
