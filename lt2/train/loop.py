@@ -36,6 +36,7 @@ __all__ = [
     "TrainConfig",
     "TrainState",
     "autocast_dtype",
+    "due_after",
     "train",
 ]
 
@@ -128,7 +129,7 @@ def train(
         state.position += config.global_batch_size
         window.steps += 1
         window.tokens += totals["n_tokens"]
-        due = _due(state.step, config)
+        due = due_after(state.step, config)
         # The device is still at this step; without need the host listens to the one before only. What is logged or
         # saved needs it: a step that is not finite was not made.
         requested = 0
@@ -215,8 +216,8 @@ def _finish_gradients(
     return totals, grad_norm
 
 
-def _due(step: int, config: TrainConfig) -> set[str]:
-    """What happens after `step`. Everything does at the last step, so that a finished run is logged and saved."""
+def due_after(step: int, config: TrainConfig) -> set[str]:
+    """Which of "log", "eval" and "checkpoint" follow `step`: after the last one log and checkpoint always do."""
     every = {"log": config.log_every, "eval": config.eval_every, "checkpoint": config.checkpoint_every}
     last = step == config.steps
     return {name for name, n in every.items() if n and step % n == 0} | ({"log", "checkpoint"} if last else set())

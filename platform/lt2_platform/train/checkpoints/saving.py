@@ -14,7 +14,7 @@ import torch
 
 from lt2.config import ModelConfig
 from lt2.model import LoopedLM
-from lt2.train.loop import TrainConfig, TrainState
+from lt2.train.loop import TrainConfig, TrainState, due_after
 from lt2_platform.train import ranks
 from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.checkpoints.background import Background
@@ -95,8 +95,8 @@ class Saver:
         if self.pending is not None and ranks.from_rank_zero(self.pending[1].done()):
             self._take()
         # A step whose checkpoint is due is tried after its evaluation, so that it can be the best.
-        waits = self.pending is None and self.refused_since is not None and not self._is_due(state.step)
-        if waits and self._may_retry():
+        waits = self.pending is None and self.refused_since is not None
+        if waits and "checkpoint" not in due_after(state.step, self.config) and self._may_retry():
             self._try(state)
         self.stalled_s += time.perf_counter() - began
 
@@ -116,10 +116,6 @@ class Saver:
     def take_stalled(self) -> float:
         seconds, self.stalled_s = self.stalled_s, 0.0
         return seconds
-
-    def _is_due(self, step: int) -> bool:
-        every = self.config.checkpoint_every
-        return step == self.config.steps or (every is not None and step % every == 0)
 
     def _may_retry(self) -> bool:
         return ranks.from_rank_zero(time.monotonic() - self.tried >= self.wait)  # rank 0's clock decides
