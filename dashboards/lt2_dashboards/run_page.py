@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lt2.config import ConfigError
-from lt2_dashboards.figures.store import attention_in
+from lt2_dashboards.figures.parts.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.records import Records
 from lt2_dashboards.silent import Moment, moment

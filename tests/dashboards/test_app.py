@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from lt2_dashboards import queries
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
-from lt2_dashboards.figures.store import evaluated
+from lt2_dashboards.figures.parts.store import evaluated
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.repeats import STANDING_SQL, standing
 from lt2_platform.results.index import compact

@@ -6,10 +6,10 @@ import math
 from typing import Any, Literal
 
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.paper import GATES, LEVELS, PATTERNS, RATIOS
-from lt2_dashboards.figures.repeats import Known, Line, Mean, depth_and_size, lines
-from lt2_dashboards.figures.series import line, points, whiskers
-from lt2_dashboards.figures.store import Architecture, Evaluated, evaluated
+from lt2_dashboards.figures.parts.paper import GATES, LEVELS, PATTERNS, RATIOS
+from lt2_dashboards.figures.parts.repeats import Known, Line, Mean, depth_and_size, lines
+from lt2_dashboards.figures.parts.series import line, points, whiskers
+from lt2_dashboards.figures.parts.store import Architecture, Evaluated, evaluated
 from lt2_dashboards.queries import Source
 
 Quality = Literal["perplexity", "average"]

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels
-from lt2_dashboards.figures.store import architecture, known_runs, rows_of, why
+from lt2_dashboards.figures.parts.series import Panel, at_length, by_length, line, panels
+from lt2_dashboards.figures.parts.store import architecture, known_runs, rows_of, why
 from lt2_dashboards.queries import Source
 
 LENGTHS = [2**power for power in range(10, 21)]  # 1k to 1M tokens

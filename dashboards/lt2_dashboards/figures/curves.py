@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lt2_dashboards.figures.across import NAMES, X, across
-from lt2_dashboards.figures.chosen import mixed_losses
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.seed_means import ON_ANY, by_seed, mean_lines
-from lt2_dashboards.figures.store import known_runs
+from lt2_dashboards.figures.parts.across import NAMES, X, across
+from lt2_dashboards.figures.parts.chosen import mixed_losses
+from lt2_dashboards.figures.parts.seed_means import ON_ANY, by_seed, mean_lines
+from lt2_dashboards.figures.parts.store import known_runs
 from lt2_dashboards.queries import Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo

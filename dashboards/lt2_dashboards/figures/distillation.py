@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_dashboards.figures.dots import dots
 from lt2_dashboards.figures.figure import Figure
-from lt2_dashboards.figures.store import evaluated, rows_of
+from lt2_dashboards.figures.parts.dots import dots
+from lt2_dashboards.figures.parts.store import evaluated, rows_of
 from lt2_dashboards.figures.sweep import short_names
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.distill.retention import is_score, retained

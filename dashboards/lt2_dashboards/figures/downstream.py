@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lt2_dashboards.figures.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.figure import Figure
-from lt2_dashboards.figures.paper import DOWNSTREAM, TASK_LABELS, TASKS, contradictions, mean_of_tasks
-from lt2_dashboards.figures.store import evaluated, quick_looks
+from lt2_dashboards.figures.parts.dots import MAX_RUNS, dots
+from lt2_dashboards.figures.parts.paper import DOWNSTREAM, TASK_LABELS, TASKS, contradictions, mean_of_tasks
+from lt2_dashboards.figures.parts.store import evaluated, quick_looks
 from lt2_dashboards.queries import Source
 
 

@@ -8,8 +8,8 @@ from lt2.config import MixerConfig, ModelConfig
 from lt2.layout import layout
 from lt2_dashboards.figures.cost import own_models, paper_model
 from lt2_dashboards.figures.figure import Figure
-from lt2_dashboards.figures.series import Panel, panels, points
-from lt2_dashboards.figures.store import label
+from lt2_dashboards.figures.parts.series import Panel, panels, points
+from lt2_dashboards.figures.parts.store import label
 from lt2_dashboards.queries import Source
 
 _WINDOWS = [{"type": "window", "window": window} for window in (512, 256, 128)]

@@ -7,9 +7,9 @@ from typing import Any, Literal
 from lt2.layout import loops_text
 from lt2_dashboards.figures.ablations import AXES
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.paper import DOWNSTREAM, contradictions, mean_of_tasks
-from lt2_dashboards.figures.series import line, points, whiskers
-from lt2_dashboards.figures.store import Evaluated, evaluated, rows_of
+from lt2_dashboards.figures.parts.paper import DOWNSTREAM, contradictions, mean_of_tasks
+from lt2_dashboards.figures.parts.series import line, points, whiskers
+from lt2_dashboards.figures.parts.store import Evaluated, evaluated, rows_of
 from lt2_dashboards.queries import Source
 
 NOMINAL = {"0.6B": 0.6e9, "1.3B": 1.3e9}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from lt2_dashboards.figures.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.figure import Figure
-from lt2_dashboards.figures.store import Evaluated, evaluated, quick_looks
+from lt2_dashboards.figures.parts.dots import MAX_RUNS, dots
+from lt2_dashboards.figures.parts.store import Evaluated, evaluated, quick_looks
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.paper.long_context import LONG_CONTEXT, METRICS, TASKS
 

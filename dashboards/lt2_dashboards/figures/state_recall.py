@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lt2_dashboards.figures.figure import Figure
-from lt2_dashboards.figures.paper import STATE_RECALL
-from lt2_dashboards.figures.store import architecture, rows_of
+from lt2_dashboards.figures.parts.paper import STATE_RECALL
+from lt2_dashboards.figures.parts.store import architecture, rows_of
 from lt2_dashboards.queries import Source
 
 STAGES = 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt2_dashboards.figures.chosen import choose
 from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.parts.chosen import choose
 from lt2_dashboards.queries import Source
 
 MAX_AXES = 8

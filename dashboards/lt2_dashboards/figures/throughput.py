@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.paper import CAPS, DECODE
-from lt2_dashboards.figures.series import Panel, at_length, by_length, line, panels, points, whiskers
-from lt2_dashboards.figures.store import AT_OWN_DEPTH, rows_of
+from lt2_dashboards.figures.parts.paper import CAPS, DECODE
+from lt2_dashboards.figures.parts.series import Panel, at_length, by_length, line, panels, points, whiskers
+from lt2_dashboards.figures.parts.store import AT_OWN_DEPTH, rows_of
 from lt2_dashboards.queries import Source
 
 METRICS = {"prefill_tokens_per_s": "prefill", "decode_tokens_per_s": "decode"}

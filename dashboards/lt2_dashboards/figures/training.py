@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lt2_dashboards.figures.chosen import mixed_losses
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.paper import RMS_GROWTH, STABILITY
-from lt2_dashboards.figures.series import Panel, line, panels
-from lt2_dashboards.figures.store import Architecture, architecture, known_runs, rows_of
+from lt2_dashboards.figures.parts.chosen import mixed_losses
+from lt2_dashboards.figures.parts.paper import RMS_GROWTH, STABILITY
+from lt2_dashboards.figures.parts.series import Panel, line, panels
+from lt2_dashboards.figures.parts.store import Architecture, architecture, known_runs, rows_of
 from lt2_dashboards.queries import Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo

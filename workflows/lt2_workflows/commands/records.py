@@ -74,7 +74,7 @@ def report(
     Of several workflows of one name it is of the newest.
     """
     from lt2_workflows.engine.records import list_workflows
-    from lt2_workflows.report import write_report
+    from lt2_workflows.report.write import write_report
 
     root = readable(storage)
     *older, newest = (item["id"] for item in sorted(list_workflows(root, workflow), key=_when))

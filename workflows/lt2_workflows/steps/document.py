@@ -21,7 +21,7 @@ class DocumentStep(StepConfig):
 @step_type(DocumentStep)
 def run_document(config: DocumentStep, context: StepContext) -> dict[str, Any]:
     """Writes out/report.md, out/report.html and figures; result: {"text": where they are}."""
-    from lt2_workflows.report import write_report
+    from lt2_workflows.report.write import write_report
 
     wanted = {ref.step for ref in config.steps}
     for name, step in reversed(context.workflow.steps.items()):

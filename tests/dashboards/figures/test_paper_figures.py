@@ -10,19 +10,18 @@ import pytest
 from lt2.analysis.accounting import cache_bytes as exact_cache_bytes
 from lt2.config import ConfigError, ModelConfig
 from lt2_dashboards.figures import FIGURES
-from lt2_dashboards.figures import paper as reference
 from lt2_dashboards.figures.cost import PAPER_LAYOUTS, cache_bytes, mixing_flops
+from lt2_dashboards.figures.parts import paper as reference
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.harness.suites import SUITES
 from lt2_platform.evaluate.paper import long_context as paper_recall
 from lt2_platform.evaluate.paper.main_table import DOWNSTREAM
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from tests.dashboards.drawn import figure, ours, series
+from tests.dashboards.paper_store import add, fill_paper, uniform
 from tests.lt2.mixers.samples import config as sample_mixer
 from tests.lt2.mixers.samples import shipped_types
-
-from .drawn import figure, ours, series
-from .paper_store import add, fill_paper, uniform
 
 
 @pytest.fixture(scope="module")

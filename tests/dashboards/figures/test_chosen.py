@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lt2_dashboards.figures import FIGURES, chosen, draw
+from lt2_dashboards.figures import FIGURES, draw
 from lt2_dashboards.figures.figure import Figure
+from lt2_dashboards.figures.parts import chosen
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from lt2_dashboards.figures.dots import dots
-from lt2_dashboards.figures.store import architecture, evaluated
+from lt2_dashboards.figures.parts.dots import dots
+from lt2_dashboards.figures.parts.store import architecture, evaluated
 from lt2_dashboards.queries import Source
 from lt2_dashboards.run_page import compare_page, run_page
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-
-from .drawn import figure, ours, series
-from .paper_store import add, cells, hybrid, readings, scores, uniform
+from tests.dashboards.drawn import figure, ours, series
+from tests.dashboards.paper_store import add, cells, hybrid, readings, scores, uniform
 
 
 def at_depth(n_loops: int, value: float, *, early_exit: bool = False) -> dict:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lt2_dashboards.figures.figure import rounded
-from lt2_dashboards.figures.repeats import settings
+from lt2_dashboards.figures.parts.repeats import settings
 
 ON_ANY = {"stackStrategy": "all"}  # a band stands on its lower end also where that is negative
 Points = tuple[np.ndarray, np.ndarray]  # places on the axis, ascending, and values there

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lt2_dashboards.figures.figure import rounded
-from lt2_dashboards.figures.series import points, whiskers
+from lt2_dashboards.figures.parts.series import points, whiskers
 
 MAX_RUNS = 40  # newest first
 APART, ROOM = 0.16, 0.8  # of a band: between two of our models, and for all of them

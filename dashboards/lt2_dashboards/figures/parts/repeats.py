@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lt2.train.config import SEEDS
-from lt2_dashboards.figures.store import Evaluated
+from lt2_dashboards.figures.parts.store import Evaluated
 from lt2_platform.results.store import differences
 from lt2_platform.results.tables import as_text, flatten
 

@@ -19,12 +19,11 @@ from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures.curves import curves
 from lt2_dashboards.figures.downstream import downstream
 from lt2_dashboards.figures.figure import describe
-from lt2_dashboards.figures.paper import DOWNSTREAM, PATTERNS, RATIOS, TASKS
+from lt2_dashboards.figures.parts.paper import DOWNSTREAM, PATTERNS, RATIOS, TASKS
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-
-from .conftest import HOSTILE, add_run, body, layout
+from tests.dashboards.conftest import HOSTILE, add_run, body, layout
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +218,7 @@ def test_csv_has_the_whole_table(client, source):
 
 
 def test_the_figure_of_the_documentation_works(source):
-    text = (Path(__file__).parents[2] / "docs" / "dashboard.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "dashboard.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict = {}
     exec(compile(code, "docs/dashboard.md", "exec"), names)

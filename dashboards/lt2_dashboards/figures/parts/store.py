@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from lt2.config import ConfigError, explain
 from lt2.layout import realised_ratio
-from lt2_dashboards.figures.paper import TASKS
+from lt2_dashboards.figures.parts.paper import TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
 from lt2_platform.evaluate.repeats import STANDING_SQL, few_of
 from lt2_platform.results.store import RunInfo

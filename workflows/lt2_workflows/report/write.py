@@ -22,8 +22,8 @@ from lt2_platform.results.tables import flatten, objective_of, unit_of
 from lt2_workflows.console import amount, duration
 from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
-from lt2_workflows.report_pages import Folded, Part, Plot, Printed, Section, Table, as_html, as_markdown, cell
-from lt2_workflows.svg import Dots, Line, dot_chart, line_chart
+from lt2_workflows.report.pages import Folded, Part, Plot, Printed, Section, Table, as_html, as_markdown, cell
+from lt2_workflows.report.svg import Dots, Line, dot_chart, line_chart
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage

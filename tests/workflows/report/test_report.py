@@ -20,7 +20,8 @@ from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.executor import run
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow, workflow_from_record
-from lt2_workflows.report import (
+from lt2_workflows.report.svg import Axis, Dots, Line, dot_chart, line_chart
+from lt2_workflows.report.write import (
     Section,
     Table,
     as_html,
@@ -30,7 +31,6 @@ from lt2_workflows.report import (
     sweep_parts,
     write_report,
 )
-from lt2_workflows.svg import Axis, Dots, Line, dot_chart, line_chart
 from lt2_workflows.sweeps.config import SweepStep
 from lt2_workflows.sweeps.step import write_table
 from tests.workflows.conftest import FAKE_STEPS

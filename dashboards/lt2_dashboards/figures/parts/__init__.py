@@ -1,0 +1,1 @@
+"""What several figures share: reading the store, telling repeats apart, the paper's numbers, and pieces of charts."""
