@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import ray.train
 from ray._private.worker import get_dashboard_url
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
@@ -33,6 +33,7 @@ from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
+from lt2_platform.train.incurable import OncePolicy, mistake
 from lt2_platform.train.places import check_places, shortage, worker_request
 from lt2_platform.train.preemption import ray_notice, ray_sigterm
 from lt2_platform.train.reporting.live_metrics import LiveMetrics
@@ -127,7 +128,7 @@ def pretrain(
 
 
 class Trainer(TorchTrainer):
-    """Without Ray's cleaner of placement groups where it can only do harm.
+    """With our say in what is tried again, and without Ray's cleaner of placement groups where it can only do harm.
 
     Once a second it asks a dashboard whether the controller lives. Where this Ray has none, it writes each time that
     nobody answers, or asks whatever cluster's dashboard is at port 8265 of this machine, which does not know the
@@ -139,6 +140,10 @@ class Trainer(TorchTrainer):
         if get_dashboard_url():
             return callbacks
         return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
+
+    def _initialize_and_run_controller(self, **options: Any) -> Any:
+        policy = OncePolicy(self.run_config.failure_config or FailureConfig())
+        return super()._initialize_and_run_controller(**options | {"failure_policy": policy})
 
 
 class CallersSignals(Trainer):
@@ -206,10 +211,11 @@ def _fit(
         worker_runtime_env={"env_vars": variables},
     )
     with kept(signal.SIGINT):
-        result = trainer(_work, train_loop_config=settings, scaling_config=scaling, run_config=run_config).fit()
+        try:
+            result = trainer(_work, train_loop_config=settings, scaling_config=scaling, run_config=run_config).fit()
+        except WorkerGroupError as error:
+            raise mistake(error) or error from None
     outcome: Any = result.return_value  # rank 0's
-    if outcome["error"] == "config":
-        raise ConfigError(outcome["message"])
     if outcome["error"] == "diverged":
         raise NonFiniteLossError(outcome["message"])
     if outcome["error"] == "preempted":
@@ -218,7 +224,7 @@ def _fit(
 
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
-    """On each worker. Errors that a retry cannot cure are returned: Ray would spend its retries on raised ones."""
+    """On each worker. Ends that all workers come to are returned: Ray would spend its retries on raised ones."""
     if os.path.isdir(settings["folder"]):  # Ray starts workers in one of its own; a relative `source` means the user's
         os.chdir(settings["folder"])
     spec, reader = settings["spec"], ray_batches if settings["data_reader"] == "ray" else None
@@ -240,8 +246,8 @@ def _work(settings: dict[str, Any]) -> dict[str, Any]:
         return {"error": None, "summary": summary}
     except PreemptedError as stopped:
         return {"error": "preempted", "message": str(stopped)}
-    except ConfigError as error:
-        return {"error": "config", "message": str(error)}
+    except ConfigError as error:  # raised: it may be this worker's alone, for whom the others would wait
+        raise ConfigError(str(error)) from None
     except NonFiniteLossError as error:
         return {"error": "diverged", "message": str(error)}
 
