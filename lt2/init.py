@@ -60,16 +60,20 @@ def init_fresh(model: LoopedLM, seed: int = 42) -> None:
         if not isinstance(module, set_by_rule)
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
-    floats = {name.removeprefix("."): tensor for name, tensor in rest if tensor.is_floating_point()}
-    for tensor in floats.values():
-        tensor.fill_(math.nan)
-    init_weights(model, seed)
-    for name, tensor in floats.items():
+    tensors = {name.removeprefix("."): tensor for name, tensor in rest}
+    others = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    found: list[dict[str, Tensor]] = []
+    for fill in (0, 1) if others else (0,):  # integers have no NaN: those that are set are the same after either
+        for tensor in tensors.values():
+            tensor.fill_(math.nan if tensor.is_floating_point() else fill)
+        init_weights(model, seed)
+        found.append({name: tensor.clone() for name, tensor in others.items()})
+    for name, tensor in tensors.items():
         if name not in saved:
             raise ConfigError(
                 f"{name} is a buffer that no checkpoint holds, so a loaded model lacks it; compute it in forward"
             )
-        if tensor.isnan().any():
+        if bool((found[0][name] != found[1][name]).any()) if name in others else bool(tensor.isnan().any()):
             raise ConfigError(
                 f"{name} has no initial value: models are built without memory, so what __init__ sets is lost; set it "
                 "in a method init_special"

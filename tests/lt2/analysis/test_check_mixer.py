@@ -48,19 +48,24 @@ RETURNED = {
     "loss is a number": lambda x: (x, 0.5),
 }
 
+KINDS = {"int": torch.int64, "bool": torch.bool}
+
 class MovingSum(nn.Module):
     def __init__(self, config, dims):
         super().__init__()
         self.v_proj = nn.Linear(dims.dim, dims.dim, bias=False)
         self.decay_proj = nn.Linear(dims.dim, dims.dim, bias=False)
         self.o_proj = nn.Linear(dims.dim, dims.dim, bias=False)
-        if config.fault in ("parameter", "buffer", "saved buffer"):
-            own = torch.ones(dims.dim)
-            if config.fault == "parameter":
-                self.own = nn.Parameter(own)
-            else:
-                self.register_buffer("own", own, persistent=config.fault == "saved buffer")
+        if config.fault == "parameter":
+            self.own = nn.Parameter(torch.ones(dims.dim))
+        elif "buffer" in config.fault:
+            kind = next((kind for name, kind in KINDS.items() if name in config.fault), torch.float32)
+            self.register_buffer("own", torch.ones(dims.dim, dtype=kind), persistent="saved" in config.fault)
+        self.init_special = self._set_own if "set by rule" in config.fault else lambda: None
         self.spare_proj = nn.Linear(dims.dim, dims.dim) if config.fault == "unused weights" else None
+
+    def _set_own(self):
+        self.own.fill_(1)
 
     def forward(self, x, spec, seq, cache):
         v, decay = self.v_proj(x), torch.sigmoid(self.decay_proj(x))
@@ -133,6 +138,9 @@ def test_every_fault_fails_its_check(source, fault):
         ("parameter", "blocks.0.mixers.moving_sum.own has no initial value: .* set it in a method init_special"),
         ("saved buffer", "blocks.0.mixers.moving_sum.own has no initial value"),
         ("buffer", "blocks.0.mixers.moving_sum.own is a buffer that no checkpoint holds"),
+        ("saved int buffer", "blocks.0.mixers.moving_sum.own has no initial value"),
+        ("saved bool buffer", "blocks.0.mixers.moving_sum.own has no initial value"),
+        ("bool buffer", "blocks.0.mixers.moving_sum.own is a buffer that no checkpoint holds"),
     ],
 )
 def test_values_that_only_init_gives_are_refused_by_name(source, fault, reason):
@@ -141,6 +149,14 @@ def test_values_that_only_init_gives_are_refused_by_name(source, fault, reason):
     config = ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": mixer}})
     with pytest.raises(ConfigError, match=reason):
         build(config)
+
+
+@pytest.mark.parametrize("kind", ["int", "bool"])
+def test_a_saved_buffer_that_init_special_sets_is_kept(source, kind):
+    mixer = {"type": "moving_sum", "source": str(source), "fault": f"saved {kind} buffer, set by rule"}
+    sizes = {"vocab_size": 5, "dim": 8, "n_layers": 1, "num_heads": 1, "ffn_hidden": 8}
+    model = build(ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": mixer}}))
+    assert model.state_dict()["blocks.0.mixers.moving_sum.own"].tolist() == [1] * 8
 
 
 @pytest.mark.parametrize(
