@@ -19,6 +19,7 @@ SEEDS = frozenset({"seed", "init_seed"})
 """Settings in which runs may differ that repeat each other."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what torch's generators take, and a rank's number more
 
 
 class TrainConfig(Config):
@@ -44,8 +45,8 @@ class TrainConfig(Config):
     grad_clip: float | None = Field(default=1.0, gt=0)
     z_loss: float = Field(default=0.0, ge=0)
     document_mask: bool = False
-    seed: int = 0
-    init_seed: int | None = None  # of the weights; None: seed
+    seed: Seed = 0
+    init_seed: Seed | None = None  # of the weights; None: seed
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     activation_checkpoint: bool | Literal["selective", "loop"] = False
     compile: bool = False

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -18,8 +19,9 @@ from pydantic import ValidationError
 from lt2.config import ConfigError, ModelConfig
 from lt2.train.config import TrainConfig
 from lt2_platform.data.live.on_the_fly import KEY, Listing
-from lt2_platform.data.stream import load_manifest
+from lt2_platform.data.stream import PackedDataset, load_manifest
 from lt2_platform.distill.teacher import identity
+from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.results.store import check_name, differences
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.train.checkpoints import checkpoint
@@ -57,6 +59,8 @@ def open_run(
     model = resolve_model(config.model, manifest, data)
     if KEY in manifest:
         Listing.read(manifest[KEY]).check_unchanged()
+    if (config.train.eval_every or math.inf) <= config.train.steps:
+        held_out_rows(PackedDataset(data, "validation"), "all")
     if profile_steps is not None and not 0 < profile_steps[0] <= profile_steps[1]:
         raise ConfigError(f"profile_steps {list(profile_steps)}: give the first and the last step, counted from 1")
     check_workers(config.train, num_workers, min_workers)

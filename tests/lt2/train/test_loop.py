@@ -239,6 +239,13 @@ def test_betas_that_adam_cannot_take_are_refused(betas):
         TrainConfig(steps=5, global_batch_size=1, betas=betas)
 
 
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
+def test_seeds_that_torch_cannot_take_are_refused(seed):
+    with pytest.raises(ValidationError, match=r"^1 validation error.*\nseed"):
+        TrainConfig(steps=1, global_batch_size=1, seed=seed)
+    torch.manual_seed(TrainConfig(steps=1, global_batch_size=1, seed=2**63 - 1).seed + 1 + 2**20)
+
+
 def test_warmup_longer_than_the_run_is_refused():
     with pytest.raises(ValidationError, match="warmup_steps 5 leaves no step of 5 .*; lower it"):
         TrainConfig(steps=5, global_batch_size=1, warmup_steps=5)

@@ -225,12 +225,13 @@ def test_validation_loss_is_logged_when_due_and_slow_kernels_at_once(tmp_path, m
         ({"num_workers": 3}, "global_batch_size 8 is not divisible by 3 workers"),
         ({"run_id": "a/b"}, "run id 'a/b'"),
         ({"data": "nowhere"}, "is not a finished dataset"),
+        ({"train": {"eval_every": 6}, "validation": 0}, "no validation sequences"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, change, message):
-    write_dataset(tmp_path / "data")
+    write_dataset(tmp_path / "data", validation=change.get("validation", 4))
     config = PretrainConfig.model_validate(
-        {"model": MODEL | change.get("model", {}), "train": train_config().model_dump()}
+        {"model": MODEL | change.get("model", {}), "train": train_config(**change.get("train", {})).model_dump()}
     )
     with pytest.raises(ConfigError, match=message) as raised:
         run_folder.open_run(
