@@ -71,7 +71,8 @@ def open_run(
     meant = places | {name: each.uri for name, each in models.items()}
     identities = {name: identity(place) for name, place in meant.items()}
     if (before := models.get("continue_from")) is not None:
-        check_continues(before, model, config.train, manifest["tokenizer"], manifest.get("fingerprint"))
+        data_is = manifest.get("fingerprint")
+        check_continues(before, model, config.train, manifest["tokenizer"], data_is, live=KEY in manifest)
     storage.check_writable()
     record = {
         "model": model.model_dump(mode="json"),

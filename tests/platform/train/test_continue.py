@@ -108,9 +108,10 @@ def test_what_a_checkpoint_can_be_gone_on_from(root):
     info = checkpoint.read_info(str(root / "trunk/checkpoints/step-00000004"))
     assert info.data == "f" * 64
 
-    def told(found=info, model=None, data="f" * 64, **train):
+    def told(found=info, model=None, data="f" * 64, live=False, **train):
+        ours = (model_config() if model is None else model, train_config(**train))
         with pytest.raises(integrity.CheckpointError) as error:
-            check_continues(found, model_config() if model is None else model, train_config(**train), TOKENIZER, data)
+            check_continues(found, *ours, TOKENIZER, data, live=live)
         return str(error.value)
 
     check_continues(info, model_config(), train_config(steps=5), TOKENIZER, "f" * 64)
@@ -118,6 +119,8 @@ def test_what_a_checkpoint_can_be_gone_on_from(root):
     check_continues(replace(info, data=None), model_config(), train_config(), TOKENIZER, "f" * 64)
     assert "has 4 steps already; raise train.steps" in told(steps=4)
     assert "was trained on another dataset" in told(data="e" * 64)
+    check_continues(info, model_config(), train_config(global_batch_size=4), TOKENIZER, "f" * 64)
+    assert "with train.global_batch_size 8; set that" in told(live=True, global_batch_size=4)
     assert "model differs in rope_theta; `start` begins with its weights alone" in told(
         model=model_config(rope_theta=5e5)
     )

@@ -201,6 +201,7 @@ def _check_continues(
     place: CheckpointRef | str, config: PretrainStep, model: ModelConfig, facts: dict[str, Any], context: StepContext
 ) -> None:
     from lt2.train.batch import TrainState
+    from lt2_platform.data.live.on_the_fly import KEY
     from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo, read_info, resolve
     from lt2_platform.train.checkpoints.matching import check_continues
 
@@ -221,7 +222,7 @@ def _check_continues(
     else:
         return
     try:
-        check_continues(info, model, config.train, facts["tokenizer"], data)
+        check_continues(info, model, config.train, facts["tokenizer"], data, live=KEY in facts)
     except ConfigError as error:
         raise ConfigError(f"continue_from: {error}") from error
 

@@ -54,10 +54,13 @@ def check_continues(
     train: TrainConfig,
     tokenizer: dict[str, Any],
     data: str | None,
+    *,
+    live: bool = False,
 ) -> None:
     """Raise CheckpointError unless another run may go on from `info`: with its moments, at its place in its data.
 
-    data: the fingerprint of the dataset to train on; None where it is not known yet.
+    data: the fingerprint of the dataset to train on; None where it is not known yet. live: it is tokenised while
+    training, where the place is one of as many lanes as a batch has sequences.
     """
     advice = "`start` begins with its weights alone"
     if not info.train:
@@ -67,9 +70,11 @@ def check_continues(
         raise CheckpointError(f"{info.uri} has {info.state.step:,} steps already; raise train.steps beyond that")
     if None not in (data, info.data) and info.data != data:
         raise CheckpointError(f"{info.uri} was trained on another dataset, in which its place is; {advice}")
+    lanes = [("global_batch_size", info.train.get("global_batch_size"), train.global_batch_size)] if live else []
     for field, theirs, ours in (
         ("seed", info.train.get("seed"), train.seed),
         ("objective", (info.train.get("objective") or {}).get("type"), train.objective.type),
+        *lanes,
     ):
         if theirs != ours:
             raise CheckpointError(f"{info.uri} was trained with train.{field} {theirs!r}; set that, or {advice}")
