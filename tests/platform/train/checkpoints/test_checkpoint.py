@@ -203,6 +203,22 @@ def test_the_golden_checkpoint_of_schema_1_still_loads():
     assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
 
 
+def test_a_step_that_is_made_again_has_nothing_of_what_was_saved_before(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    place = Path(save(tmp_path, model, optimizer))
+    (place / "__1_0.distcp").write_bytes(b"a second rank's, of before")
+    found = []
+
+    def noting(*arguments):
+        found.append(list(place.glob("*")))  # COMPLETE above all: its sums are of other files
+        return save_shards(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save_shards", noting)
+    save(tmp_path, model, optimizer)
+    assert found == [[]]
+    assert sorted(path.name for path in place.iterdir()) == [".metadata", "COMPLETE", "__0_0.distcp", "checkpoint.json"]
+
+
 def test_any_error_while_saving_leaves_a_whole_checkpoint_or_none(tmp_path):
     model, optimizer = trained()
     with pytest.raises(TypeError):
