@@ -83,7 +83,7 @@ def start_from(student: LoopedLM, source: LoopedLM) -> None:
     attention in that layer, where their shapes fit (fewer key/value heads are repeated); the rest of it stays as it is.
 
     Raises:
-        ConfigError: another depth or width, or a part other than a mixer that `source` lacks.
+        ConfigError: another depth or width, or a part other than a mixer that either lacks (an exit gate may be left).
     """
     check_start(student, source)
     theirs = dict(source.named_parameters())
@@ -109,6 +109,10 @@ def check_start(student: LoopedLM, source: LoopedLM) -> None:
         if name in theirs and theirs[name].shape != parameter.shape:
             shapes = f"{tuple(theirs[name].shape)} there and {tuple(parameter.shape)} here"
             raise ConfigError(f"cannot start from this model: {name} is {shapes}; the sizes must be its teacher's")
+    own = {name for name, _ in student.named_parameters()}
+    for name in sorted(theirs.keys() - own):  # without it the rest is another function than was trained
+        if ".mixers." not in name and not name.startswith("halt."):
+            raise ConfigError(f"cannot start from this model: it has {name}, which the model here lacks")
     layout = student.config.layout
     for layer, (ours, block) in enumerate(zip(cast(list[Block], student.blocks), cast(list[Block], source.blocks))):
         new = ours.mixers.keys() - block.mixers.keys()

@@ -66,6 +66,8 @@ def test_a_model_that_does_not_go_with_the_data(tmp_path: Path, storage: Storage
         ({"n_layers": 4}, "pretrain: start: cannot start from this model: it has 4 layers, not 2"),
         ({"dim": 32}, "pretrain: start: cannot start from this model: rho is (2, 32) there and (2, 16) here"),
         ({"vocab_size": 300}, "pretrain: start: cannot start from this model: embed.weight is (300, 16) there"),
+        ({"sandwich_norm": True}, "pretrain: start: cannot start from this model: it has blocks.0.ffn_post_norm."),
+        ({"halting": {"type": "exit_gate"}}, None),
         ({}, None),
     ],
 )
