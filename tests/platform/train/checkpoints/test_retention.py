@@ -204,16 +204,16 @@ def test_nothing_intact_is_ever_pruned_away(tmp_path):
 
 def test_a_damaged_newest_checkpoint_of_a_folder_is_refused_and_the_newest_intact_one_named(tmp_path):
     write_dataset(tmp_path / "data")
-    worker.run(open_run(tmp_path, pretrain_config(steps=3, checkpoint_every=1, keep_checkpoints=3)))
+    worker.run(open_run(tmp_path, pretrain_config(steps=4, checkpoint_every=1, keep_checkpoints=4)))
     folder = tmp_path / "run/checkpoints"
-    for step in (2, 3):
+    for step in (3, 4):
         (folder / f"step-0000000{step}/__0_0.distcp").unlink()
-    intact = folder / "step-00000001"
-    for place in (tmp_path / "run", folder / "step-00000003"):
+    intact = folder / "step-00000002"  # so is the first
+    for place in (tmp_path / "run", folder / "step-00000004"):
         with pytest.raises(CheckpointError) as refusal:
             checkpoint.load_model(str(place))
         assert str(refusal.value) == (
-            f"{folder}/step-00000003: damaged checkpoint (__0_0.distcp: missing); "
+            f"{folder}/step-00000004: damaged checkpoint (__0_0.distcp: missing); "
             f"the newest intact one is {intact}: name that, or remove the damaged one"
         )
     checkpoint.load_model(str(intact))
