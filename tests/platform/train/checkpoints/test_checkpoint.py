@@ -78,6 +78,17 @@ def test_load_restores_weights_moments_state_and_rng_bit_for_bit(tmp_path):
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_a_weight_that_has_no_moments_yet_gets_none(tmp_path):
+    model, optimizer = trained()
+    del optimizer.state[model.norm.weight]  # as those of a mixer that a random layout has not drawn
+    uri = save(tmp_path, model, optimizer)
+    assert model.norm.weight not in optimizer.state
+    other, fresh = trained(seed=1, steps=0)
+    checkpoint.load(uri, other, fresh)
+    assert other.norm.weight not in fresh.state
+    assert_same(contents(model, optimizer), contents(other, fresh))
+
+
 def rank_save_and_load(folder):
     model, optimizer = trained(steps=2)
     torch.manual_seed(dist.get_rank())
