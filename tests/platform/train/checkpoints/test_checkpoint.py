@@ -18,7 +18,7 @@ from lt2.train.optim import adamw
 from lt2_platform.fence import FENCE
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity, matching, retention
-from lt2_platform.train.checkpoints.shards import save_shards
+from lt2_platform.train.checkpoints.shards import HashingFileSystem, save_shards
 from tests.platform.train.packed import TOKENIZER, model_config
 from tests.ranks import run_ranks
 
@@ -150,6 +150,13 @@ def test_behind_the_fence_no_shard_is_written(tmp_path, monkeypatch):
     with pytest.raises(CheckpointException, match="another process took over"):
         save_shards({"model": trained()[0].state_dict()}, storage, "step-00000001")
     assert storage.glob("step-00000001/*") == []
+
+
+def test_an_error_that_is_not_of_storage_leaves_a_shard_as_it_is(tmp_path):
+    files = HashingFileSystem(Storage(str(tmp_path)).fs)
+    with pytest.raises(ZeroDivisionError), files.create_stream(str(tmp_path / "shard"), "wb") as stream:
+        stream.write(b"1" * (1 // 0))
+    assert files.written == {}
 
 
 def test_another_model_or_tokenizer_is_refused(tmp_path):
