@@ -15,7 +15,7 @@ from lt2.train import parallel
 from lt2.train.loop import Batch, TrainState
 from lt2.train.loss import next_token_objective
 from lt2.train.optim import adamw
-from lt2_platform.fence import FENCE
+from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity, matching, retention
 from lt2_platform.train.checkpoints.shards import HashingFileSystem, save_shards
@@ -150,6 +150,9 @@ def test_behind_the_fence_no_shard_is_written(tmp_path, monkeypatch):
     with pytest.raises(CheckpointException, match="another process took over"):
         save_shards({"model": trained()[0].state_dict()}, storage, "step-00000001")
     assert storage.glob("step-00000001/*") == []
+    with pytest.raises(OvertakenError):  # .metadata gets its name when all shards are there, perhaps much later
+        HashingFileSystem(storage.fs).rename(tmp_path / "lease.json", tmp_path / "run")
+    assert (tmp_path / "lease.json").exists()
 
 
 def test_an_error_that_is_not_of_storage_leaves_a_shard_as_it_is(tmp_path):
