@@ -98,6 +98,7 @@ def test_repeats_come_from_repeats(root, tmp_path):
         replace(info, train=info.train | {"lr": 1.0}),
         replace(info, state=replace(info.state, step=3)),
         replace(info, data="e" * 64),
+        replace(info, tokenizer=info.tokenizer | {"sha256": "1" * 64}),
         replace(info, model=model_config(n_loops=3)),
         replace(info, sources={"start": "0" * 12}),
     ]

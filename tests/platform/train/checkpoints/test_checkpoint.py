@@ -17,7 +17,7 @@ from lt2.train.loss import next_token_objective
 from lt2.train.optim import adamw
 from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage import Storage
-from lt2_platform.train.checkpoints import checkpoint, integrity, matching, retention
+from lt2_platform.train.checkpoints import checkpoint, integrity, matching, retention, shards
 from lt2_platform.train.checkpoints.shards import HashingFileSystem, save_shards
 from tests.platform.train.packed import TOKENIZER, model_config
 from tests.ranks import run_ranks
@@ -160,6 +160,19 @@ def test_an_error_that_is_not_of_storage_leaves_a_shard_as_it_is(tmp_path):
     with pytest.raises(ZeroDivisionError), files.create_stream(str(tmp_path / "shard"), "wb") as stream:
         stream.write(b"1" * (1 // 0))
     assert files.written == {}
+
+
+def test_a_bug_on_one_rank_is_no_refusal_though_storage_refuses_another(tmp_path, monkeypatch):
+    def fails(*arguments, **options):
+        raise CheckpointException("saving", {rank: (error, None) for rank, error in enumerate(errors)})  # type: ignore
+
+    monkeypatch.setattr(shards, "save", fails)
+    errors: list[Exception] = [OSError("full"), OSError("away")]
+    with pytest.raises(shards.StorageRefusedError, match="rank 0: full; rank 1: away"):
+        save_shards({}, Storage(str(tmp_path)), "step-00000001")
+    errors = [OSError("full"), ZeroDivisionError("a bug")]
+    with pytest.raises(CheckpointException, match="a bug"):
+        save_shards({}, Storage(str(tmp_path)), "step-00000001")
 
 
 def test_another_model_or_tokenizer_is_refused(tmp_path):
