@@ -126,15 +126,27 @@ def save_shards(
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         if not all(isinstance(cause, STORAGE_ERRORS) for cause in causes.values()):
-            raise
+            raise _cause(error)  # noqa: B904  it has a cause of its own
         raise StorageRefusedError("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())) from error
     return files.written
 
 
 def load_shards(tensors: dict[str, Any], storage: Storage, *, alone: bool = False) -> None:
     """Fill `tensors` in place from the checkpoint at the storage's root. Collective unless `alone`."""
-    with _one_process_is_fine():
-        load(tensors, storage_reader=_reader(storage), no_dist=alone)
+    try:
+        with _one_process_is_fine():
+            load(tensors, storage_reader=_reader(storage), no_dist=alone)
+    except CheckpointException as error:
+        raise _cause(error)  # noqa: B904  it has a cause of its own
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """One rank's error, of storage only if all are: `error` is no Exception, so whoever answers for errors misses it.
+
+    Its own `__cause__`, which `from` would replace, is what a server of S3 said.
+    """
+    causes = [cause for cause, _ in error.failures.values()]
+    return next((cause for cause in causes if not isinstance(cause, STORAGE_ERRORS)), causes[0])
 
 
 def saved_names(storage: Storage) -> set[str]:
