@@ -8,10 +8,9 @@ import threading
 import pytest
 import torch
 
-from lt2.train.loop import TrainState
 from lt2_platform.train import worker
 from lt2_platform.train.checkpoints import background, checkpoint, integrity, saving, shards
-from tests.platform.train.packed import TOKENIZER, checkpoints, model_config, train_config, write_dataset
+from tests.platform.train.packed import checkpoints, write_dataset
 from tests.platform.train.test_worker import open_run, pretrain_config, weights
 
 
@@ -98,27 +97,6 @@ def test_a_refusal_in_the_background_is_retried_with_the_state_of_then(tmp_path,
     assert "CHECKPOINT NOT WRITTEN at step 4 (rank 0: [Errno 28] No space left on device" in caplog.text
     assert "step 4 is saved; storage takes writes again" in caplog.text
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_step_that_is_saved_or_on_its_way_is_not_saved_again(tmp_path, monkeypatch, async_save):
-    written, over = [], threading.Event()
-
-    def write(folder, tensors, state, **options):
-        over.wait(120 * async_save)
-        written.append(state.step)
-        return "the checkpoint"
-
-    monkeypatch.setattr(checkpoint, "write", write)
-    model, config = torch.nn.Linear(1, 1), train_config(checkpoint_every=4, async_save=async_save)
-    optimizer, state = torch.optim.SGD(model.parameters()), TrainState(step=3)
-    saver = saving.Saver(str(tmp_path), model_config(), config, TOKENIZER, {}, None, dict, lambda: None)
-    saver.trained, saver.refused_since = (model, optimizer), 0.0  # a save was refused, and is due to be tried again
-    saver.on_step(state, {})
-    saver.on_checkpoint(state, model, optimizer)  # that somebody asked for at this very step
-    over.set()
-    saver.settle(state)
-    assert written == [3]
 
 
 def test_any_other_error_of_the_thread_ends_the_run(tmp_path, monkeypatch):
