@@ -30,6 +30,7 @@ from lt2_dashboards.figures import FIGURES, GROUPS, Figure, draw
 from lt2_dashboards.figures.figure import describe
 from lt2_dashboards.pipelines import read_trials, read_workflow, read_workflows
 from lt2_dashboards.queries import Source
+from lt2_dashboards.records import NotThereError
 from lt2_dashboards.run_page import compare_page, run_page
 from lt2_dashboards.runs_table import runs_page
 from lt2_dashboards.significance import significance
@@ -53,7 +54,9 @@ def create_app(root: str | None, access: Access) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(there)])
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=4)
     app.add_middleware(Guard, access=access)
-    app.add_exception_handler(ConfigError, lambda request, error: JSONResponse({"error": str(error)}, 400))
+    for kind, status in ((ConfigError, 400), (NotThereError, 404)):
+        answered = lambda request, error, status=status: JSONResponse({"error": str(error)}, status)  # noqa: E731
+        app.add_exception_handler(kind, answered)
 
     def not_a_number(request: Request, error: Exception) -> Response:
         (first, *_) = cast(RequestValidationError, error).errors()
@@ -136,7 +139,7 @@ def _add_api(app: FastAPI, source: Source) -> None:
 def _add_figures(app: FastAPI, source: Source) -> None:
     def figure(name: str, request: Request) -> Figure:
         if name not in FIGURES:
-            raise ConfigError(f"no figure {name[:60]!r}; there are {', '.join(FIGURES)}")
+            raise NotThereError(f"no figure {name[:60]!r}; there are {', '.join(FIGURES)}")
         return draw(FIGURES[name], source, {k: v for k, v in request.query_params.items() if k != "rows"})
 
     @app.get("/api/figures")

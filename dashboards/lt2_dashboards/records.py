@@ -29,6 +29,10 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
+class NotThereError(ConfigError):
+    """What an address names is not in the storage; pages and scripts are answered 404."""
+
+
 def is_name(name: Any) -> bool:
     """Whether `name` can be a folder of ours."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
@@ -56,10 +60,10 @@ class Records:
         return self.read_all([path])[0]
 
     def required(self, path: str, missing: str) -> dict[str, Any]:
-        """`read`; where there is none, or it is damaged, a ConfigError says `missing` or the damage."""
+        """`read`. Raises NotThereError, saying `missing`, where there is none, and ConfigError where it is damaged."""
         found = self.read(path)
         if found is None:
-            raise ConfigError(self.skipped.get(path, missing))
+            raise ConfigError(self.skipped[path]) if path in self.skipped else NotThereError(missing)
         return found
 
     def read_all(self, paths: list[str]) -> list[dict[str, Any] | None]:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from lt2.config import ConfigError
 from lt2_dashboards.figures.parts.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
-from lt2_dashboards.records import Records
+from lt2_dashboards.records import NotThereError, Records
 from lt2_dashboards.silent import Moment, moment
 from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.evaluate.repeats import counting
@@ -107,14 +107,14 @@ def _head(run: RunInfo, at: Moment) -> dict[str, Any]:
 def known(source: Source, snapshot: Snapshot, run_ids: list[str]) -> list[RunInfo]:
     """Runs by name, also models from elsewhere, of which the store has evaluations only ("evaluated", created at 0).
 
-    Raises ConfigError for one that it does not have.
+    Raises NotThereError for one that it does not have.
     """
     found = snapshot.runs(run_ids)
     if missing := [run_id for run_id in run_ids if run_id not in found]:
         evaluated = {run for run, *_ in snapshot.evals(missing)}
         found |= {run: RunInfo(run, 0.0, 0.0, state="evaluated") for run in evaluated}
         if unknown := [run_id for run_id in missing if run_id not in evaluated]:
-            raise ConfigError(f"no run {unknown[0][:60]!r} in {source.storage.root}")
+            raise NotThereError(f"no run {unknown[0][:60]!r} in {source.storage.root}")
     return [found[run_id] for run_id in run_ids]
 
 

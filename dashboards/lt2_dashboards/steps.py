@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lt2.config import ConfigError
-from lt2_dashboards.records import Records, checked
+from lt2_dashboards.records import NotThereError, Records, checked
 from lt2_platform.results.tables import as_text, flatten
 from lt2_platform.step_records import attempt_state
 from lt2_platform.storage import Storage
@@ -48,7 +47,7 @@ def read_log(storage: Storage, step_id: str, attempt: int) -> dict[str, Any]:
     """The end of an attempt's log. Undecodable bytes are shown as �; control characters are left to the page."""
     path = f"steps/{checked(step_id)}/attempts/{attempt}/log"
     if not 0 < attempt < 10**9:
-        raise ConfigError(f"no attempt {str(attempt)[:20]} of {step_id}")
+        raise NotThereError(f"no attempt {str(attempt)[:20]} of {step_id}")
     try:
         with storage.open(path) as file:
             size = file.seek(0, 2)

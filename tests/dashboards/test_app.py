@@ -108,6 +108,16 @@ def test_queries_that_make_no_sense_say_why(client, q, message):
     assert message in answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["runs/nope", "compare?runs=nope", "figures/nope", "figures/curves?runs=nope", "workflows/nope", "steps/nope"],
+)
+def test_what_is_not_there_is_404_and_named(client, address):
+    answer = client.get(f"/api/{address}")
+    assert answer.status_code == 404
+    assert "'nope'" in answer.json()["error"]
+
+
 def test_what_should_be_a_number_is_named_like_any_other_mistake(client):
     for address, named in (("/api/runs?page=abc", "page='abc'"), ("/api/steps/s/attempts/one/log", "attempt='one'")):
         answer = client.get(address)
@@ -162,7 +172,7 @@ def test_huge_numbers_are_refused_or_clamped(client):
     assert len(names(client.get("/api/runs?page=9000000000000000000"))) == 5
     assert len(names(client.get("/api/runs?page=-5"))) == 5
     assert len(names(client.get(f"/api/runs?page={'9' * 400}"))) == 5
-    assert client.get(f"/api/steps/hybrid-2/attempts/{'9' * 400}/log").status_code == 400
+    assert client.get(f"/api/steps/hybrid-2/attempts/{'9' * 400}/log").status_code == 404
     many = ",".join(f"r{number}" for number in range(10_000))
     assert "at most 50" in client.get(f"/api/figures/curves?runs={many}").json()["error"]
     assert "at most 20" in client.get(f"/api/compare?runs={many}").json()["error"]

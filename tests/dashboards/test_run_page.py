@@ -129,7 +129,7 @@ def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
     assert compared["evals"][0]["values"] == [0.75, 0.5]
     assert (compared["differs"], compared["same"]["train.lr"]) == ([], "0.001")
     assert body(client.get("/api/significance?runs=ours,eval-SmolLM-1234"))["pairs"] == {}
-    assert client.get("/api/runs/eval-other").status_code == 400
+    assert client.get("/api/runs/eval-other").status_code == 404
 
 
 def test_a_setting_that_is_null_in_one_run_and_missing_in_another_does_not_differ(store, client):
@@ -159,7 +159,7 @@ def test_notes_are_with_their_run_and_are_no_results(store, client, monkeypatch)
         assert found["evals"] == []
         for q, names in (("HALF", ["r"]), ("note~resumed", ["r"]), ("note=", ["other"]), ("diverged", [])):
             assert [row["run"] for row in body(client.get("/api/runs", params={"q": q}))["rows"]] == names
-        assert client.get("/api/runs/elsewhere").status_code == 400
+        assert client.get("/api/runs/elsewhere").status_code == 404
         compact(store.storage)  # and the same from the tables of the index
     assert [row["run"] for row in body(client.get("/api/runs?sort=-note"))["rows"]] == ["r", "other"]
     store.log_note("r", "", "ada")

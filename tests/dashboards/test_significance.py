@@ -63,5 +63,5 @@ def test_what_cannot_be_compared_is_left_out_or_named(store, client):
     assert [line.split(" (")[0] for line in found["skipped"]] == ["the items of c cannot be read"]
     assert body(client.get("/api/significance")) == {"pairs": {}, "skipped": []}
     refused = client.get("/api/significance?runs=a,gone")
-    assert (refused.status_code, refused.json()["error"]) == (400, f"no run 'gone' in {store.storage.root}")
+    assert (refused.status_code, refused.json()["error"]) == (404, f"no run 'gone' in {store.storage.root}")
     assert client.get("/api/significance?runs=" + ",".join(map(str, range(21)))).status_code == 400

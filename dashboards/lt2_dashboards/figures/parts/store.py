@@ -11,10 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, explain
+from lt2.config import explain
 from lt2.layout import realised_ratio
 from lt2_dashboards.figures.parts.paper import TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
+from lt2_dashboards.records import NotThereError
 from lt2_platform.evaluate.repeats import STANDING_SQL, few_of
 from lt2_platform.results.store import RunInfo
 
@@ -136,7 +137,7 @@ def quick_looks(found: Iterable[Evaluated], tasks: Iterable[str]) -> list[str]:
 def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Evaluated]:
     """The runs with evaluations at their own depth, newest first; `runs` limits and orders them.
 
-    Raises ConfigError for one of `runs` that the store does not have.
+    Raises NotThereError for one of `runs` that the store does not have.
     """
     wanted = None if runs is None else list(runs)
     if wanted is not None:
@@ -175,10 +176,10 @@ def _customary(task: str) -> tuple[str, ...]:
 
 
 def known_runs(snapshot: Snapshot, runs: list[str]) -> dict[str, RunInfo]:
-    """What the store knows of `runs`, in that order. Raises ConfigError for one that it does not have."""
+    """What the store knows of `runs`, in that order. Raises NotThereError for one that it does not have."""
     found = snapshot.runs(runs)
     if unknown := [run for run in runs if run not in found]:
-        raise ConfigError(f"no run {unknown[0][:60]!r}; it may have been deleted")
+        raise NotThereError(f"no run {unknown[0][:60]!r}; it may have been deleted")
     return found
 
 
