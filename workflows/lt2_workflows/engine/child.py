@@ -18,8 +18,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lt2_platform.machine.cores import share
-from lt2_workflows.engine.attempt import AT_ONCE, FAILED, INFRASTRUCTURE
+from lt2_workflows.engine.attempt import AT_ONCE, BUSY, DONE, FAILED, INFRASTRUCTURE
 from lt2_workflows.engine.local_ray import unanswered
+from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Step
 
 if TYPE_CHECKING:
@@ -54,9 +55,10 @@ def run_child(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, A
         child.stdin.write(json.dumps(job) + "\n")
         child.stdin.flush()
     last: dict[str, Any] = {}
-    progressed = False
+    started = progressed = False
     for event in _events(driver, child):
         kind = event.pop("event")
+        started |= kind == "started"
         progressed |= kind == "progress" and "waiting" not in event["values"]
         if kind in ("started", "progress", "stopping"):
             driver.tell(step, kind, **event)
@@ -70,6 +72,9 @@ def run_child(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, A
         code = FAILED if -code in CRASHES else INFRASTRUCTURE
     elif not last:
         last = {"error": f"the process ended with code {code} before it could say why"}
+        # Code of the step's own that ends its process (os._exit, a library's exit) says nothing of the step.
+        if started and code in (DONE, BUSY) and driver.ask(lambda: read_done(driver.storage, step)) is None:
+            code = FAILED
     return code, last | {"progressed": progressed}
 
 

@@ -97,7 +97,8 @@ def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
         records = run_trials(config, workflows, context, environment)
     failed = [record for record in records if record["state"] == "failed"]
     if len(failed) == len(records):
-        raise ConfigError(f"all {len(records)} trials failed; {failed[0]['name']}: {failed[0]['error']}")
+        again = f"--set {context.step.name}.retry={config.retry + 1} runs them again"
+        raise ConfigError(f"all {len(records)} trials failed ({again}); {failed[0]['name']}: {failed[0]['error']}")
     return write_table(config, records, context)
 
 
@@ -227,7 +228,8 @@ def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepC
     rows = ablations.summarize(records, config.paper)
     title = ablations.paper_table(config.paper).title if config.paper else context.workflow.name
     shown = [_shown(row, config.paper is not None) for row in rows]
-    columns = [name for name in shown[0] if any(line[name] not in ("", None) for line in shown)]
+    names = dict.fromkeys(name for line in shown for name in line)  # a configuration may have numbers that others lack
+    columns = [name for name in names if any(line.get(name) not in ("", None) for line in shown)]
     bad = [f"{record['name']} {record['state']}{_why(record)}" for record in records if record["state"] != "done"]
     text = "\n".join([f"\n{title}\n", table(shown, columns), *_notes(config), *bad, ""])
     out = f"{context.step.folder}/out"

@@ -1,0 +1,46 @@
+"""What a sweep's table shows, and what its end says, where trials have failed. No trial runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from lt2.config import ConfigError
+from lt2_platform.storage import Storage
+from lt2_workflows.commands.sweeps import sweep_workflow
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.sweeps import step
+from tests.workflows.conftest import FAKE_STEPS
+
+
+@pytest.fixture
+def context(tmp_path):
+    workflow = sweep_workflow(f"{FAKE_STEPS}:chain", ["sweep.retry=1"], ["second.lines=[2, 3]"], None, {})
+    return StepContext(Storage(str(tmp_path)), workflow, workflow.steps["sweep"], lambda values: None)
+
+
+def trial(label, state, **metrics):
+    record = {"name": label, "label": label, "group": "", "seed": None, "state": state, "metrics": metrics}
+    return record | {"parameters": None, "error": "no pack", "log": None, "last": None, "run": None}
+
+
+@pytest.mark.parametrize("failed_first", [True, False])
+def test_the_table_has_the_numbers_that_any_configuration_has(context, failed_first):
+    """A recipe without perplexity and the paper's eight tasks: the columns are what its trials say."""
+    ended = [trial("a", "done", speed=2.5), trial("b", "done", speed=3.5, size=1.5)]
+    records = [trial("f", "failed"), *ended] if failed_first else [*ended, trial("f", "failed")]
+    lines = step.write_table(context.step.config, records, context)["text"].splitlines()
+    (head,) = (line for line in lines if line.startswith("configuration"))
+    assert head.split() == ["configuration", "seeds", "failed", "speed", "size"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line[:2] in ("a ", "b ")}
+    assert rows == {"a": ["1", "2.500"], "b": ["1", "3.500", "1.500"]}
+
+
+def test_a_sweep_without_a_trial_that_ended_says_how_to_run_them_again(context, monkeypatch):
+    """Its records stay, so the same command would say the same when the pack has been put there."""
+    monkeypatch.setattr(step, "_environment", lambda concurrent: {})
+    monkeypatch.setattr(step, "run_shared", lambda workflows, context: None)
+    monkeypatch.setattr(step, "run_trials", lambda *of: [trial("a", "failed"), trial("b", "failed")])
+    with pytest.raises(
+        ConfigError, match=r"^all 2 trials failed \(--set sweep\.retry=2 runs them again\); a: no pack$"
+    ):
+        step.run_sweep(context.step.config, context)
