@@ -18,6 +18,7 @@ from lt2.model import LoopedLM
 from lt2.train.loop import Batch, autocast_dtype
 from lt2.train.loss import IGNORE, next_token_targets
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.distill.run import check_tokenizer
 from lt2_platform.evaluate.config import HeldOut
 from lt2_platform.evaluate.validation import check_counted, chunks, held_out_rows
 from lt2_platform.results.store import ResultsStore
@@ -117,9 +118,14 @@ def one_shot_scores(
 ) -> list[float]:
     """The final loop's KL with each single layer kept, in turn, and no training: a stage-1 student runs all of them.
 
+    Documents are masked, unless `options` say otherwise, as in the student's training.
+
     Raises:
-        ConfigError: a student that does not hold both mixers.
+        ConfigError: a student that does not hold both mixers, or data of another tokenizer.
     """
+    trained = checkpoint.read_info(checkpoint.resolve(student))
+    check_tokenizer(trained.tokenizer, data, student)
+    options = {"document_mask": trained.train.get("document_mask", False), **options}
     ours, theirs = _load(student), _load(teacher)
     kept = ours.config.layout
     if not isinstance(kept, KeptLayout) or not kept.both:

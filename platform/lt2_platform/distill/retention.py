@@ -24,7 +24,7 @@ def retention_rows(
     table = []
     for row in teacher:
         metric = str(row["metric"])
-        if not is_score(metric):
+        if not is_score(metric) or "layer" in row:  # readings inside a model are no scores of it
             continue
         value = float(row["value"])
         scores = {name: values[_key(row)] for name, values in found.items() if _key(row) in values}

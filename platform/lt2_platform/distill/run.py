@@ -81,6 +81,10 @@ def plan_stage(
     config = stage_config(run, theirs.model, ours)
     check_tokenizer(theirs.tokenizer, data, teacher)
     asks = run.train.objective.needs_teacher
+    if asks and topk is not None:
+        from lt2_platform.distill.topk import check_teacher
+
+        check_teacher(topk, teacher)
     asked = teacher if asks and topk is None else None
     return config, Sources(start=student or teacher, teacher=asked, topk=topk if asks else None)
 

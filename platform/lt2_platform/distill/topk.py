@@ -163,6 +163,22 @@ def _sorted(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
     return (logits - logits[:, :1]).half(), ids.int()
 
 
+def check_teacher(topk: str, teacher: str) -> None:
+    """Raise ConfigError unless the finished folder `topk` is of the newest checkpoint of `teacher`."""
+    if _finished(topk)["teacher"] != identity(teacher):
+        raise ConfigError(
+            f"{topk} is the top-k of another teacher than {teacher}, or of another of its checkpoints; store it again, "
+            "or give the teacher that it is of"
+        )
+
+
+def _finished(uri: str) -> dict[str, Any]:
+    storage = Storage(uri)
+    if not storage.exists(MANIFEST):
+        raise ConfigError(f"{uri} holds no finished top-k (no {MANIFEST}); run its step to the end first")
+    return storage.read_json(MANIFEST)
+
+
 class StoredTopK:
     """The rows of a finished folder, by sequence number.
 
@@ -170,10 +186,7 @@ class StoredTopK:
     """
 
     def __init__(self, uri: str, dataset: PackedDataset, *, document_mask: bool = False):
-        self.storage = Storage(uri)
-        if not self.storage.exists(MANIFEST):
-            raise ConfigError(f"{uri} holds no finished top-k (no {MANIFEST}); run its step to the end first")
-        self.record = self.storage.read_json(MANIFEST)
+        self.storage, self.record = Storage(uri), _finished(uri)
         if self.record["data"] != dataset.manifest["fingerprint"]:
             raise ConfigError(f"{uri} is the top-k of other data than {dataset.uri}; store it again for this data")
         if self.record["document_mask"] != document_mask:

@@ -13,6 +13,7 @@ from lt2.model import LoopedLM
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.config import DiagnosticsConfig
 from lt2_platform.evaluate.tasks import TaskContext
+from lt2_platform.evaluate.validation import check_tokens
 
 ROWS_READ = 512  # packed rows that are searched for starts of documents
 SHORTEST = 16  # tokens that are worth a look
@@ -25,6 +26,7 @@ def diagnostics_rows(config: DiagnosticsConfig, model: LoopedLM, context: TaskCo
     """
     if context.dataset is None:
         raise ConfigError("diagnostics read held-out documents; give the evaluation its data")
+    check_tokens(context.dataset, context.tokenizer)
     bos = context.tokenizer.bos_id
     spans = list(beginnings(context.dataset, bos_id=bos, count=config.documents, length=config.length))
     if not spans:
@@ -57,7 +59,7 @@ def _rows(readings: tuple[Reading, ...], lengths: list[int]) -> list[dict]:
     first = readings[0]
     place = {"loop": first.loop, "layer": first.layer, "mixer": first.mixer, "n": len(readings)}
     rows = [
-        {"metric": "max_abs", "value": max(reading.max_abs for reading in readings)},
+        {"metric": "max_abs", "value": float(np.max([reading.max_abs for reading in readings]))},  # NaN of any is NaN
         {"metric": "rms", "value": float(np.average([reading.rms for reading in readings], weights=lengths))},
     ]
     masses = [reading.first_token_mass for reading in readings if reading.first_token_mass is not None]

@@ -155,8 +155,6 @@ class Spent:
     def count(self, model: Any, args: tuple, kwargs: dict[str, Any], output: LoopedOutput) -> None:
         B, L = output.hidden.shape[:2]
         cache, lengths = kwargs.get("cache"), kwargs.get("lengths")
-        # The accounting's terms are means over a sequence read from its start; these L tokens also see what was there.
-        span = L if cache is None else 2 * cache.used - L
         if output.loops_used is None:
             # The padding of a prefill is not counted; reading `lengths` is free, decode steps have none.
             tokens = B * L if lengths is None else int(lengths.sum())
@@ -167,7 +165,11 @@ class Spent:
                 used = used[torch.arange(L, device=used.device) < lengths[:, None]]
             tokens = used.numel()
             self.loops.update(dict(enumerate(used.flatten().bincount().tolist())))
-        self.positions += tokens * span
+        # The accounting's terms are means over a sequence read from its start; these tokens also see what was there.
+        if lengths is None:
+            self.positions += tokens * (L if cache is None else 2 * cache.used - L)
+        else:  # each row's own length: what a row costs must not depend on its neighbours
+            self.positions += int((lengths * (lengths if cache is None else 2 * cache.lengths - lengths)).sum())
 
     def summary(self) -> dict[str, float]:
         return cost(self.model.config, self.loops, self.positions)

@@ -17,6 +17,7 @@ from lt2.train.loop import Batch
 from lt2.train.loss import IGNORE, next_token_objective, next_token_targets
 from lt2.voting import mean_probability, voted_logprobs
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
 from lt2_platform.evaluate.config import HeldOut, PerplexityConfig
 from lt2_platform.evaluate.tasks import TaskContext
 
@@ -25,6 +26,7 @@ def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskCont
     """The task "perplexity"."""
     if context.dataset is None:
         raise ConfigError("task perplexity needs packed data with a validation split; name it as the evaluation's data")
+    check_tokens(context.dataset, context.tokenizer)
     found = perplexity(
         model,
         context.dataset,
@@ -117,6 +119,21 @@ def held_out_rows(dataset: PackedDataset, part: HeldOut) -> range:
             "validation_fraction above 0"
         )
     return found
+
+
+def check_tokens(dataset: PackedDataset, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError unless `dataset` is of the model's tokenizer: another's ids may well be in its vocabulary, and
+    mean something else.
+    """
+    record = dataset.manifest["tokenizer"]
+    if record["sha256"] == tokenizer.sha256:
+        return
+    theirs = load_tokenizer(dataset.storage.join(record["file"]) if record["file"] else "byte")
+    if theirs.vocabulary != tokenizer.vocabulary:
+        raise ConfigError(
+            f"{dataset.uri} was prepared with tokenizer {record['name']!r}, the model was trained with "
+            f"{tokenizer.name!r} of another vocabulary; evaluate it on data prepared with its own tokenizer"
+        )
 
 
 def check_counted(tokens: int, dataset: PackedDataset, rows: range) -> None:

@@ -35,6 +35,8 @@ def test_retention_is_the_share_of_the_teachers_score():
     assert shares[:2] == pytest.approx([0.8, 0.75])
     assert shares[2] is None  # nothing can be kept of nothing
     assert found[1]["students"].keys() == {"a"}
+    inside = [{"task": "diagnostics", "metric": "rms", "value": 1.0 + n, "n_loops": 2, "layer": n} for n in range(2)]
+    assert retention_rows([*ROWS, *inside], {"a": [*student, *inside]})[2:] == found[2:]  # readings are no scores
     assert draw(found, ["a", "b"], "title").startswith(b"\x89PNG")
 
 

@@ -1,5 +1,6 @@
 """Stages of distillation as training runs: what they start from, train and leave, and that they resume exactly."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from lt2.config import ConfigError, MixerConfig
 from lt2.distill.student import convert
 from lt2.train.loop import STOP, PreemptedError
+from lt2_platform.distill import measure
 from lt2_platform.distill.measure import checkpoint_kl, one_shot_scores
 from lt2_platform.distill.teacher import identity, load_teacher, store_ouro
+from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.checkpoints import checkpoint
 from tests.platform.distill.stages import (
@@ -172,6 +175,30 @@ def test_single_layer_scores_are_those_of_single_layer_students(trained):
     assert checkpoint_kl(spec.out, teacher, data)[0]["kl"] == pytest.approx(scores[1], rel=1e-6)
     with pytest.raises(ConfigError, match="does not hold attention and mixer in every layer"):
         one_shot_scores(str(trained / "distill"), teacher, data)
+
+
+def test_single_layer_scores_mask_documents_as_the_training_did(trained, monkeypatch):
+    seen = []
+    monkeypatch.setattr(measure, "teacher_kl", lambda *of, **options: seen.append(options) or {"kl": 1.0})
+    known = checkpoint.read_info
+    for masked in (True, False):
+        train = train_config(document_mask=masked).model_dump()
+        monkeypatch.setattr(checkpoint, "read_info", lambda uri, train=train: replace(known(uri), train=train))
+        one_shot_scores(str(trained / "align"), str(trained / "teacher"), str(trained / "data"), max_sequences=3)
+    assert seen == [
+        {"held_out": "selection", "max_sequences": 3, "document_mask": masked} for masked in (True, True, False, False)
+    ]
+
+
+def test_a_top_k_of_another_teacher_is_refused(trained, tmp_path):
+    teacher, stored = str(trained / "teacher"), Storage(str(tmp_path))
+    with pytest.raises(ConfigError, match="holds no finished top-k"):
+        open_stage(trained, "x", DISTILL, teacher=teacher, topk=stored.root)
+    stored.write_json("topk.json", {"teacher": identity(str(trained / "align"))})
+    with pytest.raises(ConfigError, match=r"is the top-k of another teacher than .*/teacher, or of another of its ch"):
+        open_stage(trained, "x", DISTILL, teacher=teacher, topk=stored.root)
+    stored.write_json("topk.json", {"teacher": identity(teacher)})
+    assert open_stage(trained, "with-topk", DISTILL, teacher=teacher, topk=stored.root).sources["topk"] == stored.root
 
 
 def test_mistakes_are_named(trained, tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from lt2.analysis.diagnostics import unrolled
+from lt2.analysis.diagnostics import Reading, unrolled
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import ByteTokenizer
@@ -60,6 +62,14 @@ def test_readings_are_those_of_the_library(dataset):
         if one.first_token_mass is not None and two.first_token_mass is not None:
             expected = (one.first_token_mass + two.first_token_mass) / 2
             assert found["first_token_mass", *at]["value"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_reading_that_is_no_number_shows_whichever_document_has_it(place):
+    readings = [Reading(0, 0, "gdn", None, 1.0, 1.0), Reading(0, 0, "gdn", None, 2.0, 1.0)]
+    assert diagnostics._rows(tuple(readings), [3, 4])[0]["value"] == 2.0
+    readings[place] = Reading(0, 0, "gdn", None, math.nan, math.nan)
+    assert all(math.isnan(row["value"]) for row in diagnostics._rows(tuple(readings), [3, 4]))
 
 
 def test_readings_are_an_evaluation_of_their_own(dataset):

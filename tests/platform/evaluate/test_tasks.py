@@ -4,6 +4,7 @@ import json
 import math
 import textwrap
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
-from lt2_platform.evaluate.config import PerplexityConfig, TaskConfig, ThroughputConfig
+from lt2_platform.evaluate.config import DiagnosticsConfig, PerplexityConfig, TaskConfig, ThroughputConfig
 from lt2_platform.evaluate.tasks import Spent, TaskContext, named, placed, proportion, run_tasks
-from lt2_platform.evaluate.validation import perplexity
+from lt2_platform.evaluate.validation import check_tokens, perplexity
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints.checkpoint import load_model
@@ -162,6 +163,18 @@ def test_spent_counts_no_padding_and_leaves_no_hook(tmp_path):
     assert spent.loops == {2: 8}
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_a_row_costs_does_not_depend_on_its_neighbours(cached):
+    net, lengths = model(), (12, 3, 7)
+    with Spent(net) as together:
+        cache = net.init_cache(3, 12) if cached else None
+        net(torch.zeros(3, 12, dtype=torch.int64), lengths=torch.tensor(lengths), cache=cache)
+    with Spent(net) as alone:
+        for length in lengths:
+            net(torch.zeros(1, length, dtype=torch.int64))
+    assert (together.loops, together.positions) == (alone.loops, alone.positions)
+
+
 def test_what_is_decoded_is_charged_all_that_it_sees():
     net = model()
     with Spent(net) as whole:
@@ -201,6 +214,20 @@ def test_perplexity_says_how_far_it_is(tmp_path, data):
 def test_perplexity_without_data_says_what_is_missing(tmp_path):
     with pytest.raises(ConfigError, match="needs packed data"):
         run_tasks([PerplexityConfig()], model(), context(tmp_path))
+
+
+@pytest.mark.parametrize("task", [PerplexityConfig(), DiagnosticsConfig()])
+def test_data_of_another_tokenizer_is_refused(tmp_path, data, task):
+    """Its ids are all in the model's vocabulary, so there would be numbers."""
+    given = context(tmp_path, data)
+    other = SimpleNamespace(name="llama3", sha256="1" * 64, vocabulary="2" * 64)
+    with pytest.raises(
+        ConfigError, match=r"prepared with tokenizer 'byte', the model was trained with 'llama3' of ano"
+    ):
+        run_tasks([task], model(), replace(given, tokenizer=other))
+    same = SimpleNamespace(sha256="1" * 64, vocabulary=ByteTokenizer.vocabulary)  # another file of it
+    check_tokens(given.dataset, same)
+    check_tokens(given.dataset, SimpleNamespace(sha256=given.dataset.manifest["tokenizer"]["sha256"]))
 
 
 def test_rows_that_cannot_be_stored_are_refused(tmp_path, monkeypatch):
