@@ -8,7 +8,7 @@ from typing import Any
 
 LOWER_IS_BETTER = {"perplexity", "ppl"}
 LEFT_OUT = {"loss", "flops_per_token", "mean_loops"}
-NOT_SCORES = ("teacher_kl", "_tokens_per_s", "context_cut", "empty_", "continuation_too_long")
+NOT_SCORES = ("teacher_kl", "_tokens_per_s", "context_cut", "empty_", "continuation_too_long", "not_a_number")
 
 
 def retention_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,8 @@ class HarnessLM(TemplateLM):
 
     - "empty_continuation": the continuation has no token of its own (it merges into the context's last); scored -inf;
     - "continuation_too_long": it alone exceeds the model's window; scored -inf;
-    - "context_cut": context and continuation exceed the window, the context lost its beginning.
+    - "context_cut": context and continuation exceed the window, the context lost its beginning;
+    - "not_a_number": the model's log-likelihood is NaN; scored -inf.
 
     `shortened` are the contexts that the window did not hold with what follows them.
 
@@ -98,7 +100,12 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         pairs = [self.fitted(text, context, continuation) for text, context, continuation in requests]
         scores = self.score([pair for pair in pairs if pair is not None])
-        return [NEVER if pair is None else scores[pair] for pair in pairs]
+        found = [NEVER if pair is None else scores[pair] for pair in pairs]
+        for place, (text, _context, _continuation) in enumerate(requests):
+            if math.isnan(found[place][0]):  # which lm-eval's argmax would take for the largest
+                self.problem("not_a_number", text)
+                found[place] = NEVER
+        return found
 
     def fitted(self, text: Any, context: Sequence[int], continuation: Sequence[int]) -> Pair | None:
         """The pair that the model can read, or None if there is nothing to score."""
