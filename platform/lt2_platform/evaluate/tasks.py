@@ -158,7 +158,7 @@ class Spent:
         if output.loops_used is None:
             # The padding of a prefill is not counted; reading `lengths` is free, decode steps have none.
             tokens = B * L if lengths is None else int(lengths.sum())
-            self.loops[kwargs.get("n_loops") or self.model.depth] += tokens
+            self.loops[kwargs.get("n_loops") or model.depth] += tokens
         else:
             used = output.loops_used
             if lengths is not None:
@@ -181,7 +181,7 @@ def cost(config: ModelConfig, loops: Mapping[int, int], positions: float) -> dic
     total = sum(used.values())
     if not total:
         return {}
-    length = max(round(positions / total), 1)
+    length = round(positions / total)
     flops = sum(count * forward_flops(config, length, n_loops=n) for n, count in used.items())
     return {"mean_loops": sum(n * count for n, count in used.items()) / total, "flops_per_token": flops / total}
 

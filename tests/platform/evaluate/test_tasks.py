@@ -15,7 +15,7 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import DiagnosticsConfig, PerplexityConfig, TaskConfig, ThroughputConfig
-from lt2_platform.evaluate.tasks import Spent, TaskContext, named, placed, proportion, run_tasks
+from lt2_platform.evaluate.tasks import TaskContext, checked, depth_table, depths, named, proportion, run_tasks
 from lt2_platform.evaluate.validation import check_tokens, perplexity
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -154,38 +154,6 @@ def test_a_model_that_halts_gets_an_early_exit_row_with_the_loops_it_used(tmp_pa
     assert early["value"] != full["value"]
 
 
-def test_spent_counts_no_padding_and_leaves_no_hook(tmp_path):
-    net = model()
-    with Spent(net) as spent:
-        net(torch.zeros(2, 6, dtype=torch.int64), lengths=torch.tensor([6, 2]), cache=net.init_cache(2, 8))
-    assert spent.loops == {2: 8}
-    net(torch.zeros(1, 6, dtype=torch.int64))
-    assert spent.loops == {2: 8}
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_what_a_row_costs_does_not_depend_on_its_neighbours(cached):
-    net, lengths = model(), (12, 3, 7)
-    with Spent(net) as together:
-        cache = net.init_cache(3, 12) if cached else None
-        net(torch.zeros(3, 12, dtype=torch.int64), lengths=torch.tensor(lengths), cache=cache)
-    with Spent(net) as alone:
-        for length in lengths:
-            net(torch.zeros(1, length, dtype=torch.int64))
-    assert (together.loops, together.positions) == (alone.loops, alone.positions)
-
-
-def test_what_is_decoded_is_charged_all_that_it_sees():
-    net = model()
-    with Spent(net) as whole:
-        net(torch.zeros(1, 12, dtype=torch.int64))
-    with Spent(net) as pieces:
-        cache = net.init_cache(1, 12)
-        for length in (3, 4, 1, 1, 1, 1, 1):
-            net(torch.zeros(1, length, dtype=torch.int64), cache=cache)
-    assert pieces.summary() == whole.summary()
-
-
 def test_throughput_rows_and_their_metadata(tmp_path):
     rows = run_tasks([TaskConfig.read(TINY_THROUGHPUT)], model(), context(tmp_path), loops=[1, 2])
     assert [row["metric"] for row in rows] == ["prefill_tokens_per_s", "decode_tokens_per_s"] * 2
@@ -231,13 +199,57 @@ def test_data_of_another_tokenizer_is_refused(tmp_path, data, task):
 
 
 def test_rows_that_cannot_be_stored_are_refused(tmp_path, monkeypatch):
-    for row, message in [({"metric": "m"}, "a row is a dict"), ({"metric": "m", "value": [1]}, "plain numbers")]:
+    for row, message in [
+        ({"metric": "m"}, "a row is a dict"),
+        ({"value": 1.0}, "a row is a dict"),
+        ({"metric": 1, "value": 1.0}, "a row is a dict"),
+        ({"metric": "m", "value": [1]}, "plain numbers"),
+        ({"metric": "m", "value": None}, "plain numbers"),
+        ({"metric": "m", "value": "1"}, "plain numbers"),
+        ({"metric": "m", "value": 1.0, "more": [1]}, r"\['more'\] must be plain numbers"),
+    ]:
         monkeypatch.setattr(PerplexityConfig, "run", lambda *_, row=row: [row])
         with pytest.raises(ConfigError, match=message):
             run_tasks([PerplexityConfig()], model(), context(tmp_path))
 
 
-@pytest.mark.parametrize("returned", [None, {"metric": "m", "value": 1.0}])
+def test_a_value_is_stored_as_a_float():
+    assert repr(checked("t", {"metric": "m", "value": True, "n": 3})) == "{'metric': 'm', 'value': 1.0, 'n': 3}"
+
+
+def test_depths_have_folders_of_their_own():
+    """Answers and samples of one would be taken for another's."""
+    halting = model(n_loops=4, halting={"type": "exit_gate", "threshold": 0.6})
+    assert [depth.name for depth in depths(halting, ())] == ["loops-4-early-exit"]
+    assert [depth.name for depth in depths(halting, [1, 4])] == ["loops-1", "loops-4", "loops-4-early-exit"]
+    assert [depth.name for depth in depths(model(), ())] == ["loops-2"]
+
+
+def test_the_table_over_depths_is_in_their_order_whatever_was_asked_first():
+    place = {"task": "t", "metric": "m", "early_exit": False}
+    rows = [place | {"n_loops": n, "value": 0.5, "votes": 5, "chat": "own", "split": "test"} for n in (4, 1)]
+    rows += [
+        place | {"n_loops": 4, "early_exit": True, "value": 0.25},
+        place | {"task": "s", "n_loops": 9, "value": 1.0},
+    ]
+    table = depth_table(rows)
+    assert [(row["task"], row["n_loops"], row["early_exit"]) for row in table] == [
+        ("s", 9, False), ("t", 1, False), ("t", 4, False), ("t", 4, True),
+    ]  # fmt: skip
+    assert table[1] == place | {"n_loops": 1, "value": 0.5, "votes": 5, "chat": "own"} | dict.fromkeys(
+        ("mean_loops", "flops_per_token", "stderr", "n")
+    )
+    assert table[3].keys().isdisjoint({"votes", "chat"})
+
+
+def test_a_task_is_given_a_model_that_does_not_train(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(PerplexityConfig, "run", lambda config, net, context: seen.append(net) or [])
+    run_tasks([PerplexityConfig()], model().train(), context(tmp_path))
+    assert not any(module.training for module in seen[0].modules())
+
+
+@pytest.mark.parametrize("returned", [None, "text", {"metric": "m", "value": 1.0}])
 def test_a_task_that_returns_no_list_is_told_so(tmp_path, monkeypatch, returned):
     monkeypatch.setattr(PerplexityConfig, "run", lambda *_: returned)
     with pytest.raises(ConfigError, match=r"^task perplexity returned .*; give a list of rows$"):
@@ -264,11 +276,3 @@ def test_checkpoints_are_read_as_saved(tmp_path):
     net = model()
     loaded, _, _ = load_model(save(tmp_path, net))
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), loaded.parameters()))
-
-
-def test_a_vote_costs_as_many_passes_as_it_has_votes():
-    place, row = {"task": "t", "flops_per_token": 2.0}, {"metric": "m", "value": 1.0, "votes": 3}
-    assert placed(row, place) == {**row, "task": "t", "flops_per_token": 6.0}
-    assert placed(row | {"flops_per_token": 5.0}, place)["flops_per_token"] == 5.0  # what says so itself
-    assert placed({"metric": "m", "value": 1.0}, place)["flops_per_token"] == 2.0
-    assert "flops_per_token" not in placed(row, {"task": "t"})
