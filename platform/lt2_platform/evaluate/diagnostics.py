@@ -63,7 +63,7 @@ def _rows(readings: tuple[Reading, ...], lengths: list[int]) -> list[dict]:
         {"metric": "rms", "value": float(np.average([reading.rms for reading in readings], weights=lengths))},
     ]
     masses = [reading.first_token_mass for reading in readings if reading.first_token_mass is not None]
-    if len(masses) == len(readings):  # only attention has one
+    if masses:  # only attention has one
         mean = float(np.average(masses, weights=[length - 1 for length in lengths]))
         rows.insert(0, {"metric": "first_token_mass", "value": mean})
     return [{**row, **place} for row in rows]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +48,17 @@ def test_the_splits_first_row_begins_a_document_without_bos_too(dataset, monkeyp
     spans = list(beginnings(dataset, bos_id=None, count=9, length=99))
     assert [len(span) for span in spans] == [5, 8, 8, 8, 8]  # no other row's document 0 may count as begun there
     assert spans[0].tolist() == dataset.batch([0])["tokens"][0, :5].tolist()
+    bos = int(dataset.batch([1])["tokens"][0, 0])
+    begun = sum(int(tokens[0]) == bos for tokens in dataset.batch([1, 2, 3])["tokens"])
+    assert len(list(beginnings(dataset, bos_id=bos, count=9, length=99))) == 5 + begun  # with one, each row may tell
+    monkeypatch.setattr(diagnostics, "ROWS_READ", 2)
+    assert len(list(beginnings(dataset, bos_id=None, count=9, length=99))) == 3
+
+
+def test_padding_is_no_document():
+    tokens, docs = np.arange(24)[None], np.array([[0] * 7 + [-1] * 17])
+    split: Any = SimpleNamespace(n_sequences=1, batch=lambda rows: {"tokens": tokens, "doc_ids": docs})
+    assert list(beginnings(split, bos_id=None, count=9, length=99)) == []  # 7 are too few, and 17 are padding
 
 
 def test_readings_are_those_of_the_library(dataset):
@@ -62,6 +76,14 @@ def test_readings_are_those_of_the_library(dataset):
         if one.first_token_mass is not None and two.first_token_mass is not None:
             expected = (one.first_token_mass + two.first_token_mass) / 2
             assert found["first_token_mass", *at]["value"] == pytest.approx(expected)
+
+
+def test_a_document_counts_by_its_tokens_and_its_first_token_by_those_after_it():
+    rows = diagnostics._rows((Reading(1, 2, "full", 0.2, 1.0, 1.0), Reading(1, 2, "full", 0.8, 4.0, 4.0)), [3, 5])
+    assert {row["metric"]: row["value"] for row in rows} == {
+        "first_token_mass": pytest.approx((2 * 0.2 + 4 * 0.8) / 6), "max_abs": 4.0, "rms": pytest.approx(23 / 8),
+    }  # fmt: skip
+    assert [(row["loop"], row["layer"], row["mixer"], row["n"]) for row in rows] == [(1, 2, "full", 2)] * 3
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch.nn.functional import cross_entropy
 from lt2.config import ConfigError
 from lt2.voting import vote_steps
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.evaluate.validation import check_counted, chunks, held_out_rows, perplexity
+from lt2_platform.evaluate import validation
+from lt2_platform.evaluate.validation import check_counted, check_tokens, chunks, held_out_rows, perplexity
 from tests.platform.evaluate.tiny import HYBRID, model
 from tests.platform.train.packed import VOCAB, write_dataset
 
@@ -75,9 +78,23 @@ def test_parts_of_the_held_out_rows(tmp_path):
     for part in ("selection", "report"):
         with pytest.raises(ConfigError, match="one validation sequence has no halves; raise validation_fraction"):
             held_out_rows(one, part)
+    with pytest.raises(ConfigError, match="d: no validation sequences; prepare two or more different documents"):
+        held_out_rows(SimpleNamespace(n_sequences=0, uri="d", split="validation"), "all")  # type: ignore
     assert [rows.tolist() for rows in chunks(range(1, 6), 2)] == [[1, 2], [3, 4], [5]]
     with pytest.raises(ConfigError, match="no token of the 2 validation sequences asked for counts in the loss"):
         check_counted(0, five, range(2))
+
+
+def test_the_datas_own_tokenizer_tells_whether_it_is_the_models(dataset, monkeypatch):
+    dataset.manifest["tokenizer"] = {"name": "theirs", "sha256": "1", "file": "tokenizer/theirs.json"}
+    read, model_has = [], SimpleNamespace(name="ours", sha256="2", vocabulary="v")
+    monkeypatch.setattr(
+        validation, "load_tokenizer", lambda place: read.append(place) or SimpleNamespace(vocabulary="v")
+    )
+    check_tokens(dataset, model_has)  # type: ignore
+    assert read == [f"{dataset.uri}/tokenizer/theirs.json"]
+    check_tokens(dataset, SimpleNamespace(sha256="1"))  # type: ignore
+    assert len(read) == 1
 
 
 def test_a_loss_of_no_tokens_is_refused(dataset, monkeypatch):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
+import math
+import queue
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -73,3 +77,57 @@ def test_how_a_process_ended_is_what_it_said_or_else_its_exit_code(monkeypatch, 
     found = child.run_child(driver, SimpleNamespace(name="a"), 1)  # type: ignore
     assert (found[0], found[1]["error"], found[1]["progressed"]) == (expected, error, False)
     assert told == ["started"] * (events != [])
+
+
+class Stage:
+    """A child and a driver on a clock of their own: what is said when, and the signals that the child gets."""
+
+    def __init__(self, monkeypatch, said=(), stop_at=0.0, at_once_at=math.inf, ray_gone_at=math.inf, ends_by="KILL"):
+        self.now, self.signals, self.ends_by = 0.0, [], ends_by
+        self.said = [(at, json.dumps({"event": event}) + "\n") for at, event in said]
+        monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: self.now))
+        lines = SimpleNamespace(put=lambda line: None, get=self.get)
+        monkeypatch.setattr(child, "queue", SimpleNamespace(Queue=lambda: lines, Empty=queue.Empty))
+        answers = {"head:1": lambda: "gone" * (self.now >= ray_gone_at), "": lambda: ""}
+        monkeypatch.setattr(child, "unanswered", lambda address: answers[address]())
+        self.driver: Any = SimpleNamespace(
+            stopping=SimpleNamespace(is_set=lambda: self.now >= stop_at),
+            at_once=SimpleNamespace(is_set=lambda: self.now >= at_once_at),
+            environment={} if ray_gone_at == math.inf else {"RAY_ADDRESS": "head:1"},
+        )
+        self.child: Any = SimpleNamespace(
+            stdout=iter(()), poll=lambda: None, terminate=lambda: self.sent("TERM"), kill=lambda: self.sent("KILL"),
+            send_signal=lambda number: self.sent({child.AT_ONCE: "AT_ONCE"}[number]),
+        )  # fmt: skip
+
+    def sent(self, signal):
+        self.signals.append((signal, round(self.now)))
+
+    def get(self, timeout):
+        if any(signal == self.ends_by for signal, _ in self.signals):
+            return None
+        if self.said and self.said[0][0] <= self.now:
+            return self.said.pop(0)[1]
+        self.now += timeout
+        raise queue.Empty
+
+
+@pytest.mark.parametrize(
+    ("told", "signals"),
+    [
+        ({}, [("TERM", 0), ("KILL", 20)]),
+        ({"ends_by": "TERM"}, [("TERM", 0)]),
+        ({"said": [(0, "stopping")], "stop_at": 5}, [("TERM", 5), ("AT_ONCE", 65), ("KILL", 85)]),
+        ({"said": [(3, "stopping")]}, [("TERM", 0), ("AT_ONCE", 63), ("KILL", 83)]),
+        ({"said": [(3, "stopping")], "at_once_at": 8}, [("TERM", 0), ("AT_ONCE", 8), ("KILL", 28)]),
+        ({"at_once_at": 8}, [("TERM", 0), ("KILL", 20)]),  # it does not save, so there is nothing to cut short
+        ({"said": [(3, "stopping")], "ray_gone_at": 30}, [("TERM", 0), ("AT_ONCE", 35), ("KILL", 55)]),
+        ({"said": [(3, "stopping")], "ray_gone_at": -1}, [("TERM", 0), ("AT_ONCE", 5), ("KILL", 25)]),
+        ({"said": [(3, "stopping")], "stop_at": 40, "ends_by": "TERM"}, [("TERM", 40)]),  # it has all its time
+    ],
+)
+def test_whoever_is_to_stop_is_asked_let_save_and_then_made_to(monkeypatch, told, signals):
+    stage = Stage(monkeypatch, **told)
+    events = list(child._events(stage.driver, stage.child))
+    assert stage.signals == signals
+    assert events == [{"event": "stopping", "wait_s": 60.0}] * len(told.get("said", ()))
