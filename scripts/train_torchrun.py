@@ -102,6 +102,7 @@ def main() -> int:
     rank_zero = int(os.environ.get("RANK", 0)) == 0
     try:
         config, sources = planned(arguments)
+        teacher = arguments.teacher and resolve(arguments.teacher)  # its run may go on meanwhile
         spec = run_folder.open_run(
             config,
             data=arguments.data,
@@ -128,10 +129,10 @@ def main() -> int:
     found = run_folder.close_run(spec, result) if rank_zero else {}
     if dist.is_initialized():
         dist.destroy_process_group()
-    if rank_zero and arguments.teacher is not None:
+    if rank_zero and teacher is not None:
         found |= log_distance(
             spec.out,
-            arguments.teacher,
+            teacher,
             arguments.data,
             store=ResultsStore(Storage(arguments.storage)),
             run_id=spec.run_id,

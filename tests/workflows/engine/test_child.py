@@ -65,18 +65,47 @@ STARTED, WRONG = {"event": "started", "attempt": 1}, {"event": "failed", "attemp
     ],
 )
 def test_how_a_process_ended_is_what_it_said_or_else_its_exit_code(monkeypatch, events, code, is_done, expected, error):
-    process = SimpleNamespace(stdin=io.StringIO(), wait=lambda: code)
-    monkeypatch.setattr(child.subprocess, "Popen", lambda *of, **how: process)
-    monkeypatch.setattr(child, "_events", lambda driver, process: iter([dict(event) for event in events]))
     monkeypatch.setattr(child, "read_done", lambda storage, step: {"attempt": 1} if is_done else None)
-    told = []
-    driver = SimpleNamespace(
-        workflow=SimpleNamespace(record=dict), storage=SimpleNamespace(root="r"), ttl_s=3.0, environment={},
-        side_by_side={"a": 1}, tell=lambda step, kind, **more: told.append(kind), ask=lambda question: question(),
-    )  # fmt: skip
-    found = child.run_child(driver, SimpleNamespace(name="a"), 1)  # type: ignore
+    found, told, _ = ran(monkeypatch, events, code)
     assert (found[0], found[1]["error"], found[1]["progressed"]) == (expected, error, False)
-    assert told == ["started"] * (events != [])
+    assert told == [("started", {"attempt": 1})] * (events != [])
+
+
+@pytest.mark.parametrize("values", [{"step": 1}, {"waiting": "for GPUs"}])
+def test_what_a_driver_is_told_and_what_counts_as_progress(monkeypatch, values):
+    events = [STARTED, {"event": "progress", "values": values}, {"event": "stopping", "wait_s": 60.0}, WRONG]
+    found, told, _ = ran(monkeypatch, events, FAILED)
+    assert told == [("started", {"attempt": 1}), ("progress", {"values": values}), ("stopping", {"wait_s": 60.0})]
+    assert found == (FAILED, {"attempt": 1, "error": "why", "progressed": "step" in values})
+
+
+def test_a_process_has_its_share_of_the_cores_and_signals_of_its_own(monkeypatch):
+    _, _, (given, how) = ran(monkeypatch, [], DONE)
+    assert json.loads(given.removesuffix("\n")) == {
+        "record": {}, "storage": "r", "step": "a", "attempt": 1, "ttl_s": 3.0,
+    }  # fmt: skip
+    assert given.endswith("\n")  # else it would be waited for
+    assert how["env"] == {"HOME": "h", "LT2_CORES": "2", "OMP_NUM_THREADS": "2"}
+    assert how["start_new_session"]
+
+
+class Pipe(io.StringIO):
+    def close(self):
+        """What was written can still be read."""
+
+
+def ran(monkeypatch, events, code):
+    """(what `run_child` returns, what the driver was told, (what the process read, how it was started))."""
+    process, started, told = SimpleNamespace(stdin=Pipe(), wait=lambda: code), [], []
+    monkeypatch.setattr(child.subprocess, "Popen", lambda *of, **how: started.append(how) or process)
+    monkeypatch.setattr(child, "_events", lambda driver, process: iter([dict(event) for event in events]))
+    driver: Any = SimpleNamespace(
+        workflow=SimpleNamespace(record=dict), storage=SimpleNamespace(root="r"), ttl_s=3.0,
+        environment={"HOME": "h", "LT2_CORES": "4"}, side_by_side={"a": 2, "b": 1},
+        tell=lambda step, kind, **more: told.append((kind, more)), ask=lambda question: question(),
+    )  # fmt: skip
+    step: Any = SimpleNamespace(name="a")
+    return child.run_child(driver, step, 1), told, (process.stdin.getvalue(), started[0])
 
 
 class Stage:

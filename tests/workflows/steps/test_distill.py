@@ -1,6 +1,8 @@
 """The steps and recipes of distillation."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -8,11 +10,12 @@ from lt2.config import ConfigError
 from lt2.distill.logits import loop_weights
 from lt2.train.schedules import learning_rate
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.distill import measure
 from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, trainer, worker
-from lt2_platform.train.checkpoints.checkpoint import load_model
+from lt2_platform.train.checkpoints.checkpoint import load_model, resolve
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.inputs import problems
@@ -188,13 +191,24 @@ def test_training_goes_on_from_the_weights_of_another_run(tmp_path, monkeypatch)
 
 
 def test_a_stage_through_its_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "pretrain", in_this_process)
+    teacher, measured = write_teacher(tmp_path, steps=4), []
+    learned_from, distance = Path(resolve(teacher)), measure.log_distance
+
+    def train_meanwhile(*arguments, **options):
+        """The teacher's run goes on while the stage learns from it."""
+        found = in_this_process(*arguments, **options)
+        shutil.copytree(learned_from, learned_from.with_name(learned_from.name.replace("4", "5")))
+        assert resolve(teacher) != str(learned_from)
+        return found
+
+    monkeypatch.setattr(trainer, "pretrain", train_meanwhile)
     monkeypatch.setattr(pretrain, "join_ray", dict)
-    teacher = write_teacher(tmp_path, steps=4)
+    monkeypatch.setattr(measure, "log_distance", lambda *of, **how: measured.append(of[1]) or distance(*of, **how))
     train = train_config(steps=3, objective={"type": "align"}).model_dump(mode="json")
     step = {"type": "distill", "data": str(tmp_path / "data"), "teacher": teacher, "mixer": GDN, "train": train}
     context = context_of(tmp_path / "storage", {"align": step}, "align")
     result = run_distill(context.step.config, context)
+    assert measured == [str(learned_from)]
     assert (result["step"], result["kept"]) == (3, [])
     assert result["kl"] == result["kl_loops"][-1] > 0
     stored = {row["metric"]: row["value"] for row in ResultsStore(context.storage).results()}

@@ -162,6 +162,7 @@ def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
         kept = tuple(context.result(kept)["kept"])
     data = context.path(config.data)
     check_held_out(data)
+    meant = resolve(teacher)  # what the stage learns from: the teacher's run may go on meanwhile
     options = train_options(config.resources, context)
     run = DistillRun(mixer=config.mixer, kept=kept, train=config.train)
     summary = distill(run, teacher=teacher, **places, data=data, **options)
@@ -170,7 +171,7 @@ def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
     asked = config.teacher
     measured = log_distance(
         context.out,
-        teacher,
+        meant,
         data,
         store=ResultsStore(context.storage),
         run_id=context.run_id,
