@@ -78,11 +78,17 @@ def test_a_cluster_that_is_gone_is_told_at_once():
     assert "nothing answers" in unanswered(f"ray://127.0.0.1:{port}")
 
 
-def test_a_cluster_that_is_there():
-    with socket.socket() as head:
-        head.bind(("127.0.0.1", 0))
+@pytest.mark.parametrize(
+    ("family", "host", "written"), [(socket.AF_INET, "127.0.0.1", "127.0.0.1"), (socket.AF_INET6, "::1", "[::1]")]
+)
+def test_a_cluster_that_is_there(family, host, written):
+    with socket.socket(family) as head:
+        try:
+            head.bind((host, 0))
+        except OSError:
+            pytest.skip(f"{host} is not on this machine")
         head.listen()
-        assert unanswered(f"127.0.0.1:{head.getsockname()[1]}") == ""
+        assert unanswered(f"{written}:{head.getsockname()[1]}") == ""
 
 
 @pytest.mark.parametrize("address", ["auto", "local"])

@@ -125,7 +125,7 @@ def unanswered(address: str) -> str:
     if not port.isdigit():
         return ""
     try:
-        socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
         return ""
     except OSError as error:
         return f"nothing answers at RAY_ADDRESS={address} ({error}); correct it, or unset it for a Ray of one's own"
