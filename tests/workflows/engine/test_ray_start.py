@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 import signal
@@ -9,13 +11,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lt2_platform.step_records import this_process
 from lt2_workflows import cli
 from lt2_workflows.cluster import nodes
+from lt2_workflows.engine import local_ray
 from lt2_workflows.engine.attempt import INFRASTRUCTURE, _classify
-from lt2_workflows.engine.local_ray import PREFIX, STARTS, NoRayError, join_ray, ray_head
+from lt2_workflows.engine.local_ray import PREFIX, STARTS, NoRayError, join_ray, ray_for, ray_head
 from tests.workflows.conftest import wait_until
 
 # Word for word Ray's own, with its class.
@@ -94,6 +99,84 @@ def test_what_ends_while_ray_is_imported_leaves_no_folder(starts, tmp_path, monk
     with pytest.raises(ImportError), ray_head(2):
         pass
     assert not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+@pytest.fixture
+def head(monkeypatch, tmp_path):
+    """What `ray_head` starts its Ray with, where nothing is started."""
+    import ray
+
+    options = []
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local_ray, "_start", lambda **given: options.append(given))
+    monkeypatch.setattr(local_ray, "_stop", lambda: options.append("stopped"))
+    monkeypatch.setattr(local_ray, "_read_token_again", lambda: options.append(os.environ.get("RAY_AUTH_TOKEN_PATH")))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
+    return options
+
+
+def test_a_head_is_found_and_entered_by_its_environment_alone_and_leaves_nothing(head, tmp_path):
+    dead = tmp_path / f"{PREFIX}dead"
+    dead.mkdir()
+    (dead / local_ray.OWNER).write_text(json.dumps(this_process() | {"start": "long ago"}))
+    with ray_head(3, log_to_driver=True) as environment:
+        (folder,) = tmp_path.iterdir()  # nothing is left of the dead driver
+        token = folder / "token"
+        assert environment == {**os.environ, "RAY_ADDRESS": "here:1"}
+        assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token))
+        assert (len(token.read_text()), token.stat().st_mode & 0o777) == (64, 0o600)
+        assert "RAY_ADDRESS" not in os.environ
+    where = {"num_cpus": 3, "log_to_driver": True, "_temp_dir": str(folder), "logging_level": logging.WARNING}
+    assert head == [str(token), where, "stopped", None]  # Ray reads the token when it is set, and that it is gone
+    assert not any(name.startswith("RAY_") for name in os.environ)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_token_of_the_users_own_is_used_or_put_back(head, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "theirs")
+    with ray_head(1) as environment:
+        assert environment["RAY_AUTH_TOKEN_PATH"] != "theirs"  # which is not asked for: nothing says the mode
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == "theirs"
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with ray_head(1) as environment:
+        assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", "theirs")
+
+
+def test_rays_processes_start_in_sessions_of_their_own(monkeypatch):
+    from ray._private import services
+
+    started = []
+
+    def popen(command, **how):
+        started.append(how)
+        raise OSError("no such raylet")
+
+    monkeypatch.setattr(services, "ConsolePopen", popen)
+    with pytest.raises(OSError, match="no such raylet"), local_ray._out_of_our_group():
+        services.ConsolePopen(["raylet"])
+    assert started == [{"start_new_session": True}]
+    assert services.ConsolePopen is popen
+
+
+def test_a_command_joins_the_cluster_it_is_told_of_or_starts_a_ray_with_places_enough(head, monkeypatch):
+    joined = []
+    monkeypatch.setattr(local_ray, "connect", lambda address, **options: joined.append(address))
+    monkeypatch.setattr(local_ray, "leave_ray", lambda: joined.append("left"))
+    monkeypatch.setattr(local_ray, "usable", lambda: 2)
+    for workers, cpus in ((1, 2), (5, 5)):
+        with ray_for(workers):
+            assert head[-1]["num_cpus"] == cpus
+    monkeypatch.setenv("RAY_ADDRESS", "head:1")
+    monkeypatch.setattr(local_ray, "unanswered", lambda address: "")
+    with pytest.raises(KeyError), ray_for(5):
+        raise KeyError
+    assert joined == ["head:1", "left"]
+    monkeypatch.setattr(local_ray, "unanswered", lambda address: f"nothing at {address}")
+    with pytest.raises(NoRayError, match="^nothing at head:1$"), ray_for(5):
+        pass
+    assert joined == ["head:1", "left"]
 
 
 @pytest.mark.ray
