@@ -89,6 +89,7 @@ def test_a_cluster_that_is_there(family, host, written):
             pytest.skip(f"{host} is not on this machine")
         head.listen()
         assert unanswered(f"{written}:{head.getsockname()[1]}") == ""
+        assert unanswered(f"ray://{written}:{head.getsockname()[1]}") == ""
 
 
 @pytest.mark.parametrize("address", ["auto", "local"])

@@ -59,9 +59,34 @@ def starts(monkeypatch, tmp_path):
 def test_a_start_that_timed_out_is_made_again_without_its_remains(starts, caplog):
     errors, left = starts
     errors.append(TIMED_OUT)
+    other = subprocess.Popen(["sleep", "600"])  # a child that is none of Ray's
     assert join_ray() == {"CPU": 2.0}
+    assert other.poll() is None
+    other.kill()
+    other.wait()
     assert [Path(f"/proc/{process.pid}").exists() for process in left] == [False]
     assert "Ray did not start (The current node timed out during startup." in caplog.text
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
+def test_signals_stay_ours_and_only_a_ray_of_our_own_starts_processes(starts, monkeypatch, address):
+    import ray
+    from ray._private import services
+
+    seen = []
+
+    def init(**options):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray puts in a handler of its own
+        how = getattr(services.ConsolePopen, "keywords", {})
+        seen.append((options.get("address"), options["include_dashboard"], options["log_to_driver"], how))
+
+    monkeypatch.setattr(ray, "init", init)
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    before = signal.getsignal(signal.SIGTERM)
+    join_ray()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert seen == [(address or "local", False, True, {} if address else {"start_new_session": True})]
 
 
 def test_a_ray_that_does_not_start_is_one_line(starts, tmp_path, monkeypatch, capfd):
