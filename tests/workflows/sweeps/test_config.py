@@ -118,6 +118,7 @@ def test_what_cannot_work_is_said_before_anything_runs(fields, message):
 
 def test_labels_tell_keys_apart():
     assert label_of({"a.train.lr": 0.1, "b.train.lr": 0.2}) == "a.train.lr=0.1 b.train.lr=0.2"
+    assert label_of({"train.lr": 0.1, "pretrain.train.lr": 0.2}) == "train.lr=0.1 pretrain.train.lr=0.2"
     assert label_of({"a.model.layout": {"type": "uniform", "mixer": {}}, "a.x": [1]}) == "layout=uniform x=[1]"
     own, plain, other = {"type": "gdn", "conv_size": 0}, {"type": "gdn"}, {"type": "kda"}
     labels = [label_of({"x.mixer": value}, {"x.mixer": (own, plain, other)}) for value in (own, plain, other)]

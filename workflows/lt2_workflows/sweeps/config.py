@@ -174,10 +174,11 @@ def label_of(point: Mapping[str, Any], grid: Mapping[str, Sequence[Any]] = {}) -
     parts = []
     for key, value in point.items():
         words = key.split(".")
-        size = next(
-            n for n in range(1, len(words) + 1)
+        alone = (
+            n for n in range(1, len(words))
             if [other.split(".")[-n:] for other in point].count(words[-n:]) == 1
         )  # fmt: skip
+        size = next(alone, len(words))  # all of it may be the end of another
         parts.append(f"{'.'.join(words[-size:])}={_shown(value, grid.get(key, ()))}")
     return " ".join(parts)
 
