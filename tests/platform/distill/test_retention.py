@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from lt2.config import ConfigError
 from lt2_platform.data import prepare
@@ -38,6 +39,29 @@ def test_retention_is_the_share_of_the_teachers_score():
     inside = [{"task": "diagnostics", "metric": "rms", "value": 1.0 + n, "n_loops": 2, "layer": n} for n in range(2)]
     assert retention_rows([*ROWS, *inside], {"a": [*student, *inside]})[2:] == found[2:]  # readings are no scores
     assert draw(found, ["a", "b"], "title").startswith(b"\x89PNG")
+
+
+def test_a_student_is_compared_at_the_teachers_depth():
+    def at(value, n_loops, early_exit):
+        return {"task": "t", "metric": "acc", "value": value, "n_loops": n_loops, "early_exit": early_exit}
+
+    teacher = [at(0.5, 2, False), at(0.6, 4, False), at(0.8, 4, True)]
+    found = retention_rows(teacher, {"a": [at(0.4, 4, True), at(0.3, 4, False), at(0.2, 1, False)]})
+    assert [row["students"].get("a", {}).get("retention") for row in found] == [None, 0.5, 0.5]
+
+
+def test_bars_are_percent_of_the_teacher_beside_each_other(monkeypatch):
+    bars, bar = [], Axes.bar
+
+    def drawn(axes, at, heights, width, label):
+        bars.append((label, heights))
+        return bar(axes, at, heights, width, label=label)
+
+    monkeypatch.setattr(Axes, "bar", drawn)
+    kept = {"a": {"retention": 0.5, "value": 1.0}, "b": {"retention": None, "value": 0.0}}
+    rows = [{"task": "t", "metric": "acc", "students": kept}, {"task": "u", "metric": "acc", "students": {}}]
+    draw(rows, ["a", "b"], "title")
+    assert bars == [("a", [50.0]), ("b", [0])]  # of what nobody has a share there is no bar
 
 
 @pytest.fixture(scope="module")
