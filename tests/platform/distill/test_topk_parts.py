@@ -18,13 +18,14 @@ from tests.platform.evaluate.tiny import model, save
 from tests.platform.train.packed import SEQ_LEN, TOKENIZER, VOCAB, write_dataset
 
 N = 70  # two parts
+HALTS = {"n_loops": 3, "halting": {"type": "exit_gate", "threshold": 0.5}}  # a teacher runs every loop all the same
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """`store_top_k` of a small teacher, and (teacher, dataset, where to)."""
     data = write_dataset(tmp_path / "data", n=N)
-    teacher = save(tmp_path / "teacher", model(vocab_size=VOCAB, n_loops=3), tokenizer=TOKENIZER)
+    teacher = save(tmp_path / "teacher", model(vocab_size=VOCAB, **HALTS), tokenizer=TOKENIZER)
     each = lambda work, parts, job, parallelism, **how: (work(part, job) for part in parts)  # noqa: E731
     monkeypatch.setattr(topk, "spread", each)
     monkeypatch.setattr(topk, "some_ray", lambda parallelism: nullcontext())
@@ -48,7 +49,7 @@ def test_every_sequence_has_the_largest_logits_after_the_last_loops(store, maske
     batch = dataset.batch(wanted)
     (found,) = StoredTopK(out, dataset, document_mask=masked).attach(iter([batch]))
     tokens, docs = torch.from_numpy(batch["tokens"])[:, :-1], torch.from_numpy(batch["doc_ids"])[:, :-1]
-    net = load_model(teacher)[0].eval()
+    net = load_model(teacher)[0].at_depth(3, halting=False)
     with torch.no_grad():
         states = net(tokens, doc_ids=docs if masked else None, per_loop=True).loops[-loops:]
         logits = torch.stack([net.logits(state) for state in states], 2)  # (B, L, T, V)
@@ -71,7 +72,7 @@ def test_what_was_begun_goes_on_and_is_of_one_teacher_and_setting(store, tmp_pat
     monkeypatch.setattr(topk, "write_part", broken)
     with pytest.raises(OSError, match="full"):
         stored()
-    other = save(tmp_path / "other", model(vocab_size=VOCAB, n_loops=3, seed=1), tokenizer=TOKENIZER)
+    other = save(tmp_path / "other", model(vocab_size=VOCAB, seed=1, **HALTS), tokenizer=TOKENIZER)
     for options in ({"k": 5}, {"final_only": True}, {"document_mask": True}, {"teacher": other}):
         with pytest.raises(ConfigError, match="was begun for another teacher, data or setting; use another folder"):
             stored(**options)
