@@ -51,6 +51,13 @@ def test_a_model_in_training_is_evaluated_as_it_will_run_and_goes_on_training(da
         assert {module.training for module in net.modules()} == {training}
 
 
+def test_losses_of_a_mixer_of_ones_own_are_no_part_of_it(dataset):
+    net = model()
+    expected = perplexity(net, dataset)
+    net.register_forward_hook(lambda module, inputs, output: output.aux.update(mine=torch.tensor(5.0)))
+    assert perplexity(net, dataset) == expected
+
+
 def test_a_model_of_random_layout_is_evaluated_by_its_first_draw_unless_it_is_to_vote(dataset):
     layout = {"type": "random", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "fraction": 0.3, "votes": 4}
     net = model(layout=layout, n_layers=4)
