@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lt2.config import ConfigError
@@ -22,9 +23,13 @@ def best_layers(kl: Sequence[float], count: int) -> tuple[int, ...]:
     """The `count` layers whose attention alone, kept, leaves the smallest KL to the teacher; ties to the lower layer.
 
     Raises:
-        ConfigError: count is not between 0 and the number of layers.
+        ConfigError: count is not between 0 and the number of layers, or a KL is NaN, which has no rank.
     """
     if not 0 <= count <= len(kl):
         raise ConfigError(f"{count} layers are to keep attention, of {len(kl)}; give 0 to {len(kl)}")
+    if wrong := [layer for layer, value in enumerate(kl) if math.isnan(value)]:
+        raise ConfigError(
+            f"the KL with layers {wrong} alone kept is NaN; look at their runs, or name the layers to keep yourself"
+        )
     ranked = sorted(range(len(kl)), key=lambda layer: (kl[layer], layer))
     return tuple(sorted(ranked[:count]))
