@@ -72,7 +72,7 @@ def test_the_layers_whose_probes_come_nearest_to_the_teacher_keep_attention(tmp_
 
     steps["select"] = choice(method="kl", probes=refs[::-1])
     context = context_of(tmp_path, steps, "select")
-    with pytest.raises(ConfigError, match=r"probe probe-2 keeps \[2\], not \[0\]"):
+    with pytest.raises(ConfigError, match=r"probe probe-2 keeps \[2\], not \[0\]; give the probes in layers"):
         run_select_layers(context.step.config, context)
 
 

@@ -62,7 +62,10 @@ def run_select_layers(config: SelectLayersStep, context: StepContext) -> dict[st
         found = [context.result(probe) for probe in config.probes]
         for layer, result in enumerate(found):
             if result["kept"] != [layer]:
-                raise ConfigError(f"probe {config.probes[layer].step} keeps {result['kept']}, not [{layer}]")
+                name = config.probes[layer].step
+                raise ConfigError(
+                    f"probe {name} keeps {result['kept']}, not [{layer}]; give the probes in layers' order"
+                )
         scores = [result["kl"] for result in found]
     elif config.method == "one_shot":
         from lt2_platform.distill.measure import one_shot_scores
