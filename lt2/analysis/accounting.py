@@ -13,9 +13,9 @@ import torch
 
 from lt2.cache import cache_dtype
 from lt2.config import ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout
-from lt2.layout import layout
+from lt2.layout import layout, weights_per_layer
 from lt2.mixers.shared import SharedRows
-from lt2.model import LoopedLM
+from lt2.model import Block, LoopedLM
 from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig, ObjectiveConfig
 
 
@@ -60,12 +60,15 @@ def mixer_flops(config: ModelConfig, seq_len: int) -> list[list[float]]:
     return _mixer_table(_blocks(config), config, seq_len, config.n_loops)
 
 
-def _blocks(config: ModelConfig) -> list[Any]:
+def _blocks(config: ModelConfig) -> list[Block]:
+    """By layer, without storage: layers that hold the same weights share one."""
+    held = weights_per_layer(config)
     with torch.device("meta"):
-        return list(LoopedLM(config).blocks)
+        made = {repr(specs): Block(config, specs) for specs in {repr(specs): specs for specs in held}.values()}
+    return [made[repr(specs)] for specs in held]
 
 
-def _mixer_table(blocks: list[Any], config: ModelConfig, seq_len: int, n_loops: int) -> list[list[float]]:
+def _mixer_table(blocks: list[Block], config: ModelConfig, seq_len: int, n_loops: int) -> list[list[float]]:
     schedule = layout(config)
     return [
         [
@@ -76,7 +79,7 @@ def _mixer_table(blocks: list[Any], config: ModelConfig, seq_len: int, n_loops: 
     ]
 
 
-def _mixer_flops(block: Any, spec: MixerConfig, config: ModelConfig, seq_len: int) -> float:
+def _mixer_flops(block: Block, spec: MixerConfig, config: ModelConfig, seq_len: int) -> float:
     mixer = block.mixers[spec.weights]
     used = [p.numel() for p in mixer.parameters() if p.dim() > 1]
     used += [m.numel for m in mixer.modules() if isinstance(m, SharedRows)]

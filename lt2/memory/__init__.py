@@ -7,7 +7,7 @@ masks, what torch.compile saves by fusing, fragmentation, and what lies outside 
 """
 
 from lt2.memory.live import LiveStorages
-from lt2.memory.plan import OUTSIDE, keeps_gathered, plan_memory
+from lt2.memory.plan import OUTSIDE, Known, keeps_gathered, plan_memory
 from lt2.memory.walk import Memory
 
-__all__ = ["OUTSIDE", "LiveStorages", "Memory", "keeps_gathered", "plan_memory"]
+__all__ = ["OUTSIDE", "Known", "LiveStorages", "Memory", "keeps_gathered", "plan_memory"]

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lt2.config import ModelConfig
+from lt2.config import KeptLayout, ModelConfig
 from lt2.memory.live import LiveStorages
 from lt2.memory.trace import Tracer
-from lt2.memory.walk import Loss, Memory, Walk, Weights
+from lt2.memory.walk import Loss, Memory, Unit, Walk, Weights
 from lt2.model import LoopedLM
 from lt2.ops import outline
 from lt2.train import parallel
-from lt2.train.config import TrainConfig
-from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig
+from lt2.train.config import Recompute, TrainConfig
+from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig, ObjectiveConfig
 from lt2.train.optim import freeze
 
 OUTSIDE = 4 * 10**9
 """Bytes of a card assumed for CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a plan is made of: units by [loop][layer], bytes kept by the embedding, of one (B, L, D) and of a teacher's
+    weights with what is gathered of them."""
+
+    weights: Weights
+    table: list[list[Unit]]
+    start: int
+    end: Unit
+    loss: Loss
+    state: int
+    teacher: int
+
+    def reordered(self, places: list[int]) -> Traced:
+        """places: by layer, where it is among the layers of this one."""
+        blocks, learning = self.weights.blocks, self.weights.learning_blocks
+        weights = replace(
+            self.weights, blocks=[blocks[i] for i in places], learning_blocks=[learning[i] for i in places]
+        )
+        return replace(self, weights=weights, table=[[row[i] for i in places] for row in self.table])
+
+
+Known = dict[str, Traced]
+"""Of plans made before, by all that they depend on; those that are given one add what they trace."""
 
 
 def keeps_gathered(
@@ -33,12 +59,14 @@ def keeps_gathered(
     workers: int,
     card_bytes: float,
     teacher: ModelConfig | None = None,
+    known: Known | None = None,
 ) -> bool:
     """`train.keep_gathered`, where "auto" means: if the planned step fits a card of so many bytes with it."""
     if train.keep_gathered != "auto":
         return train.keep_gathered
     kept = train.model_copy(update={"keep_gathered": True})
-    return plan_memory(config, kept, seq_len, workers=workers, teacher=teacher).total + OUTSIDE <= card_bytes
+    plan = plan_memory(config, kept, seq_len, workers=workers, teacher=teacher, known=known)
+    return plan.total + OUTSIDE <= card_bytes
 
 
 def plan_memory(
@@ -51,6 +79,7 @@ def plan_memory(
     bf16: bool | None = None,
     sharded: bool | None = None,
     teacher: ModelConfig | None = None,
+    known: Known | None = None,
 ) -> Memory:
     """The peak of one optimizer step on each of `workers`, on sequences of seq_len tokens.
 
@@ -67,6 +96,7 @@ def plan_memory(
         "sharded": sharded,
         "shards": min(train.shard_workers or workers, workers),
         "teacher": teacher,
+        "known": {} if known is None else known,
     }
     rows, size = train.rows(workers)
     full, rest = divmod(rows, size)
@@ -79,48 +109,74 @@ def plan_memory(
 
 def _plan(
     config: ModelConfig, train: TrainConfig, seq_len: int, size: int, waiting: bool, *, device_type: str, bf16: bool,
-    sharded: bool, shards: int, teacher: ModelConfig | None,
+    sharded: bool, shards: int, teacher: ModelConfig | None, known: Known,
 ) -> Memory:  # fmt: skip
     """The peak of a micro-step of `size` sequences and of the update; waiting: for gradients of earlier micro-steps."""
-    keep = bool(train.keep_gathered)
-    autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bf16 else nullcontext
-    recompute, objective = train.recompute, train.objective
+    keep, recompute = bool(train.keep_gathered), train.recompute
     # Under the bf16 policy FSDP hands out weights that are bf16 already.
     dtype = torch.bfloat16 if bf16 and sharded else torch.float32
+    alike, places = _kept_first(config)
+    given: dict[str, Any] = {
+        "config": alike, "objective": train.objective, "recompute": "block" if recompute == "loop" else recompute,
+        "seq_len": seq_len, "size": size, "device_type": device_type, "bf16": bf16, "dtype": dtype,
+        "sharded": sharded, "shards": shards, "keep": keep, "teacher": teacher,
+    }  # fmt: skip
+    key = repr(given)
+    if key not in known:
+        known[key] = _trace(**given)
+    traced = known[key].reordered(places)
+    walk = Walk(
+        traced.weights,
+        waiting=waiting,
+        sharded=sharded,
+        shards=shards,
+        keep=keep,
+        itemsize=dtype.itemsize,
+        tied=config.tie_embeddings,
+    )
+    walk.add(teacher=traced.teacher)
+    walk.run(traced.table, traced.start, traced.end, traced.loss, traced.state, recompute=recompute)
+    return walk.peak
+
+
+def _kept_first(config: ModelConfig) -> tuple[ModelConfig, list[int]]:
+    """The model with the layers that keep attention before all others, and by layer its place there."""
+    layout = config.layout
+    if not isinstance(layout, KeptLayout):
+        return config, list(range(config.n_layers))
+    order = sorted(range(config.n_layers), key=lambda layer: layer not in layout.kept)
+    first = layout.model_copy(update={"kept": tuple(range(len(layout.kept)))})
+    return config.model_copy(update={"layout": first}), [order.index(layer) for layer in range(config.n_layers)]
+
+
+def _trace(
+    config: ModelConfig, objective: ObjectiveConfig, recompute: Recompute, seq_len: int, size: int, device_type: str,
+    bf16: bool, dtype: torch.dtype, sharded: bool, shards: int, keep: bool, teacher: ModelConfig | None,
+) -> Traced:  # fmt: skip
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bf16 else nullcontext
     with FakeTensorMode(allow_non_fake_inputs=True), outline.planning(device_type):
         model = LoopedLM(config).train()
         parallel.cast_weights(model, dtype)
         freeze(model, lambda name: objective.lr_scale(name, config))
-        parallel.wrap_blocks(model, recompute="block" if recompute == "loop" else recompute)
-        walk = Walk(
-            Weights.of(model),
-            waiting=waiting,
-            sharded=sharded,
-            shards=shards,
-            keep=keep,
-            itemsize=dtype.itemsize,
-            tied=model.head is None,
-        )
+        parallel.wrap_blocks(model, recompute=recompute)
         ids = torch.zeros(size, seq_len, dtype=torch.int64)
         with LiveStorages() as live:
             with live.over() as start:
                 tracer = _tracer(model, ids, live, autocast, objective if isinstance(objective, AlignConfig) else None)
             table, end = tracer.table(), tracer.end()
+            state, weights = tracer.h.nbytes, 0
             if isinstance(objective, AlignConfig):
-                loss = Loss(0, tracer.h.nbytes, 0)
+                loss = Loss(0, state, 0)
             elif isinstance(objective, DistillConfig):
                 loss = tracer.per_loop_kl(objective, device_type, teacher)
             elif isinstance(objective, ExitGateConfig):
                 loss = tracer.exit_gate(device_type)
             else:
                 loss = tracer.next_token(device_type)
-            state = tracer.h.nbytes
             if teacher is not None:
                 weights, peak = _teacher(teacher, ids, live, autocast, bf16, shards=shards, sharded=sharded, keep=keep)
-                walk.add(teacher=weights)
                 loss = replace(loss, asking=peak + (config.n_loops + 1) * state)
-    walk.run(table, start[0], end, loss, state, recompute=recompute)
-    return walk.peak
+    return Traced(Weights.of(model), table, start[0], end, loss, state, weights)
 
 
 def _tracer(

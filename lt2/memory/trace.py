@@ -50,7 +50,7 @@ class Tracer:
 
     def _unit(self, layer: int, spec: Any) -> Unit:
         block: Any = self.model.blocks[layer]
-        key = (tuple(block.mixers), spec)
+        key = (tuple(block.mixers), repr(spec))  # a mixer of one's own may have lists among its fields
         if key not in self.kinds:
             self.kinds[key] = self._block(block, layer, spec)
         return self.kinds[key]
@@ -103,7 +103,7 @@ class Tracer:
 
     def asking(self) -> int:
         """Peak of a forward pass of the model as a teacher, above the states that it gives."""
-        kinds = {(tuple(block.mixers), spec): (block, spec) for block, spec in self._uses()}
+        kinds = {(tuple(block.mixers), repr(spec)): (block, spec) for block, spec in self._uses()}
         with self.live.over() as found, torch.no_grad(), self.autocast():
             for block, spec in kinds.values():
                 block(self.h, spec, self.seq)

@@ -1,6 +1,7 @@
 """Planned memory against what the allocator counts in whole training steps, for mixers, depths and policies."""
 
 import gc
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lt2.config import ModelConfig
+from lt2.config import MixerConfig, ModelConfig
 from lt2.memory import OUTSIDE, LiveStorages, keeps_gathered, plan_memory
+from lt2.mixer_configs import GatedDeltaNetConfig
 from lt2.model import build
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
@@ -231,6 +233,32 @@ def test_every_mixer_can_be_planned_for_cuda_where_kernels_keep_less_than_pytorc
     cuda, cpu = (plan_memory(config, settings, L, device_type=device) for device in ("cuda", "cpu"))
     assert cuda.parameters == cpu.parameters
     assert 0 < cuda.activations <= 1.05 * cpu.activations
+
+
+def test_plans_that_share_what_was_traced_are_those_made_alone():
+    """Which layers keep attention is only a matter of order, and loops are traced as blocks are."""
+    settings, known = train_config(activation_checkpoint="selective"), {}
+    plans = []
+    for kept in ([0], [2], [0, 2]):
+        student = model_config(layout=KEPT | {"mixer": {"type": "la"}, "kept": kept}, dim=256)
+        plans.append(plan_memory(student, settings, L, workers=2, known=known))
+        assert plans[-1] == plan_memory(student, settings, L, workers=2)
+    assert len(set(plans)) == 3
+    assert len(known) == 2
+    for name in ("block", "loop"):
+        plan_memory(student, train_config(activation_checkpoint=name), L, workers=2, known=known)
+    assert len(known) == 3
+
+
+def test_a_mixer_of_ones_own_may_have_lists_among_its_fields(monkeypatch):
+    monkeypatch.setattr(MixerConfig, "kinds", dict(MixerConfig.kinds))
+
+    class Listed(GatedDeltaNetConfig):
+        type: Literal["listed"] = "listed"
+        weights: ClassVar[str] = "listed"
+        widths: list[int] = [1, 2]
+
+    assert plan_memory(model_config("listed"), train_config(), L) == plan_memory(model_config(), train_config(), L)
 
 
 def test_a_state_of_every_loop_is_all_that_more_loops_cost_when_loops_are_recomputed():

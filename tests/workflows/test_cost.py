@@ -13,18 +13,25 @@ from lt2_workflows.cost import Hardware, Training, describe_cost, flops_per_toke
 
 LAYOUT = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
 MODEL = {"vocab_size": 32_000, "dim": 1024, "n_layers": 4, "n_loops": 4, "num_heads": 8, "layout": LAYOUT}
-TRAIN = {"steps": 1000, "global_batch_size": 64, "activation_checkpoint": True}
+TRAIN = {"steps": 1000, "global_batch_size": 64, "micro_batch_size": 4, "activation_checkpoint": True}
 L = 2048
 
 
-def described(model=None, train=None, **hardware):
-    config = ModelConfig.model_validate(MODEL | (model or {}))
-    settings = TrainConfig.model_validate(TRAIN | (train or {}))
-    return describe_cost(Training(config, settings, L), Hardware(**{"card": "h100", "count": 8} | hardware))
+@pytest.fixture(scope="module")
+def described():
+    """`describe_cost` of these models; what is the same in them is traced once."""
+    known = {}
+
+    def describe(model=None, train=None, **hardware):
+        config = ModelConfig.model_validate(MODEL | (model or {}))
+        settings = TrainConfig.model_validate(TRAIN | (train or {}))
+        return describe_cost(Training(config, settings, L), Hardware(**{"card": "h100", "count": 8} | hardware), known)
+
+    return describe
 
 
-def test_the_tables_add_up():
-    text = described(train={"micro_batch_size": 4})
+def test_the_tables_add_up(described):
+    text = described()
     assert text.startswith("8 x H100 of 80 GB: 8 sequences of 2,048 tokens each per step, 4 at a time")
     *parts, total = re.findall(r"(\d+\.\d\d)$", text[: text.index("recomputation")], re.MULTILINE)
     assert sum(map(float, parts)) == pytest.approx(float(total), abs=0.05)
@@ -36,7 +43,7 @@ def test_the_tables_add_up():
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_hours_follow_from_flops_cards_and_utilisation():
+def test_hours_follow_from_flops_cards_and_utilisation(described):
     config = ModelConfig.model_validate(MODEL)
     run = Training(config, TrainConfig.model_validate(TRAIN), L)
     tokens, flops = 1000 * 64 * L, flops_per_token(run, "block")
@@ -57,25 +64,27 @@ def test_an_exit_gate_is_trained_by_a_head_after_every_loop():
     assert flops_per_token(Training(gated, train, L), "none") == pytest.approx(blocks + heads)
 
 
-def test_what_does_not_fit_names_what_would():
-    long = {"global_batch_size": 512, "activation_checkpoint": False}
+def test_what_does_not_fit_names_what_would(described):
+    long = {"global_batch_size": 512, "micro_batch_size": None, "activation_checkpoint": False}
     assert "DOES NOT FIT with recomputation 'none'; it does with train.activation_checkpoint=" in described(train=long)
     small = {"card": "l4", "count": 1}
-    advice = described(train={"global_batch_size": 256}, **small).splitlines()[-1]
+    advice = described(train={"global_batch_size": 256, "micro_batch_size": None}, **small).splitlines()[-1]
     assert re.fullmatch(
         r"DOES NOT FIT; it does with train.activation_checkpoint=loop and train.micro_batch_size=\d+", advice
     )
-    never = described(model={"dim": 8192, "n_layers": 16}, **small)
+    never = described(model={"dim": 8192}, train={"global_batch_size": 2, "micro_batch_size": 2}, **small)
     assert never.endswith("DOES NOT FIT on these cards with any recomputation, even one sequence at a time; "
                           "use more or larger cards")  # fmt: skip
 
 
-def test_policies_that_a_run_cannot_have_are_left_out():
-    assert "\nloop" not in described(model={"halting": {"type": "act"}})
+def test_policies_that_a_run_cannot_have_are_left_out(described):
+    assert "\nloop" not in described(
+        model={"halting": {"type": "act"}, "layout": {"type": "uniform", "mixer": {"type": "full"}}}
+    )
     assert "\nselective" not in described(train={"compile": True})
 
 
-def test_bad_requests_are_named():
+def test_bad_requests_are_named(described):
     with pytest.raises(ConfigError, match="unknown card 'h10'; choose one of B200, H200, H100 PCIe"):
         described(card="h10")
     with pytest.raises(ConfigError, match="64 is not divisible by 7 cards; plan with --count 4 or 8, or set"):
@@ -114,7 +123,7 @@ def test_a_stage_of_distillation_costs_its_teacher_too():
     mixers = sum(sum(row[:3]) for row in mixer_flops(student, L))
     first = run(both, type="align")
     assert flops_per_token(first, "none") == pytest.approx(forward_flops(teacher, L) - head + 3 * mixers)
-    texts = [describe_cost(each, Hardware("h100", 8)) for each in (second, stored)]
+    texts = [describe_cost(each, Hardware("h100", 8), {}) for each in (second, stored)]
     assert ["the teacher's weights" in text for text in texts] == [True, False]
 
 
@@ -125,7 +134,7 @@ def test_stages_are_planned_where_their_teacher_is_known(tmp_path, monkeypatch):
     for name in ("teacher", "align", r"stage2[\w-]*", "stage3"):
         assert re.search(rf"^{name} on 1 x H100", done.output, re.MULTILINE)
     assert re.search(r"^probe-3: as stage2[\w-]*$", done.output, re.MULTILINE)
-    monkeypatch.setattr("lt2_workflows.cost.describe_cost", lambda run, hardware: "what it was above")
+    monkeypatch.setattr("lt2_workflows.cost.describe_cost", lambda run, hardware, known: "what it was above")
     unknown = ["plan", "distill_small", *options, "--set", f"align.teacher={tmp_path}/later"]
     done = CliRunner().invoke(app, unknown)
     assert done.exit_code == 0, done.output

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from lt2.analysis.accounting import CARD_BYTES, PEAK_FLOPS, find_card, objective_flops, stack_flops
 from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
-from lt2.memory import OUTSIDE, Memory, keeps_gathered, plan_memory
+from lt2.memory import OUTSIDE, Known, Memory, keeps_gathered, plan_memory
 from lt2.train.config import Recompute, TrainConfig
 from lt2_workflows.console import table
 
@@ -34,10 +34,10 @@ class Training:
     teacher: ModelConfig | None = None
     done: int = 0
 
-    def memory(self, *, workers: int, **changes: Any) -> Memory:
+    def memory(self, *, workers: int, known: Known, **changes: Any) -> Memory:
         """Its plan, with other settings of `train` where asked."""
         train = self.train.model_copy(update=changes)
-        return plan_memory(self.model, train, self.seq_len, workers=workers, teacher=self.teacher)
+        return plan_memory(self.model, train, self.seq_len, workers=workers, teacher=self.teacher, known=known)
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ class Hardware:
     utilisation: float = 0.4
 
 
-def describe_cost(run: Training, hardware: Hardware) -> str:
-    """Tables for a terminal. Raises ConfigError for an unknown card and a batch that `count` does not divide."""
+def describe_cost(run: Training, hardware: Hardware, known: Known) -> str:
+    """Tables for a terminal. Raises ConfigError for an unknown card and a batch that `count` does not divide.
+
+    known: what earlier ones traced.
+    """
     card, count, train = find_card(hardware.card), hardware.count, run.train
     batch = train.global_batch_size
     if batch % count:
@@ -62,10 +65,12 @@ def describe_cost(run: Training, hardware: Hardware) -> str:
         )
     rows, micro = train.rows(count)
     size, cards = CARD_BYTES[card], f"{count} x {card}"
-    keep = keeps_gathered(run.model, train, run.seq_len, workers=count, card_bytes=size, teacher=run.teacher)
+    keep = keeps_gathered(
+        run.model, train, run.seq_len, workers=count, card_bytes=size, teacher=run.teacher, known=known
+    )
     run = replace(run, train=train.model_copy(update={"keep_gathered": keep}))
     plans: dict[Recompute, Memory] = {
-        name: run.memory(workers=count, activation_checkpoint=name) for name in _policies(run)
+        name: run.memory(workers=count, known=known, activation_checkpoint=name) for name in _policies(run)
     }
     chosen = plans[train.recompute]
     lines = [
@@ -80,7 +85,7 @@ def describe_cost(run: Training, hardware: Hardware) -> str:
         f"without interruptions; memory without documents' masks, fusion by the compiler, and fragmentation",
     ]
     if chosen.total + OUTSIDE > size:
-        lines += ["", _advice(plans, run, count, micro, size)]
+        lines += ["", _advice(plans, run, count, micro, size, known)]
     return "\n".join(lines)
 
 
@@ -133,7 +138,7 @@ def flops_per_token(run: Training, recompute: Recompute) -> float:
     return objective_flops(config, objective, seq_len, teacher=run.teacher) + again
 
 
-def _advice(plans: dict[Recompute, Memory], run: Training, count: int, micro: int, size: float) -> str:
+def _advice(plans: dict[Recompute, Memory], run: Training, count: int, micro: int, size: float, known: Known) -> str:
     """What would make it fit: the cheapest other policy, else a smaller micro-batch with the thriftiest one."""
     fits = next((name for name, memory in plans.items() if memory.total + OUTSIDE <= size), None)
     if fits is not None:
@@ -143,7 +148,7 @@ def _advice(plans: dict[Recompute, Memory], run: Training, count: int, micro: in
     thrifty = list(plans)[-1]
     while micro > 1:
         micro //= 2
-        smaller = run.memory(workers=count, activation_checkpoint=thrifty, micro_batch_size=micro)
+        smaller = run.memory(workers=count, known=known, activation_checkpoint=thrifty, micro_batch_size=micro)
         if smaller.total + OUTSIDE <= size:
             return (
                 f"DOES NOT FIT; it does with train.activation_checkpoint={thrifty} and train.micro_batch_size={micro}"

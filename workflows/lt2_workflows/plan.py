@@ -59,10 +59,12 @@ def describe_costs(
     workflow: Workflow, storage: Storage, *, card: str, count: int | None = None, utilisation: float = 0.4
 ) -> str:
     """Memory and time of every step that trains on `count` cards (None: its workers); see `cost.describe_cost`."""
+    from lt2.memory import Known
     from lt2_workflows.cost import Hardware, describe_cost
 
     lines: list[str] = []
-    known: dict[str, str] = {}
+    named: dict[str, str] = {}
+    known: Known = {}
     for name, step in workflow.steps.items():
         try:
             run = planned_training(step.config, StepContext(storage, workflow, step, lambda values: None))
@@ -71,8 +73,8 @@ def describe_costs(
             continue
         if run is None:
             continue
-        text = describe_cost(run, Hardware(card, count or step.config.resources.num_workers, utilisation))
-        same = known.setdefault(text, name)
+        text = describe_cost(run, Hardware(card, count or step.config.resources.num_workers, utilisation), known)
+        same = named.setdefault(text, name)
         lines.append(f"\n{name} on {text}\n" if same == name else f"{name}: as {same}")
     return "\n".join(lines) or f"{workflow.id} trains nothing"
 
