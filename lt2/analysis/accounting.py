@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from lt2.cache import cache_dtype
 from lt2.config import ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout
@@ -96,12 +97,12 @@ def objective_flops(
 ) -> float:
     """FLOPs per token of training by `objective`: forward, backward (twice that), and a teacher's forward.
 
-    In stage 1 of a distillation everything runs forward and only the new mixers backward. Later stages have a head
-    after every loop that counts: the mean over the run's steps. An exit gate's objective has one after every loop.
+    In stage 1 of a distillation everything runs forward and only the new mixers backward, as far as their input. Later
+    stages have a head after every loop that counts: the mean over the run's steps. An exit gate's has one after every.
     """
     blocks, head = stack_flops(config, objective, seq_len), head_flops(config)
     if isinstance(objective, AlignConfig):
-        return blocks + 2 * _new_mixer_flops(config, seq_len)
+        return blocks + 2 * _new_mixer_flops(config, seq_len) - _new_input_flops(config)
     heads = config.n_loops if isinstance(objective, ExitGateConfig) else 1
     if isinstance(objective, DistillConfig):
         share = {"final": 0.0, "uniform": 1.0, "scheduled": objective.until}[objective.supervision]
@@ -123,6 +124,19 @@ def _new_mixer_flops(config: ModelConfig, seq_len: int) -> float:
     assert isinstance(config.layout, KeptLayout)
     kept = config.layout.kept
     return sum(flops for row in mixer_flops(config, seq_len) for layer, flops in enumerate(row) if layer not in kept)
+
+
+def _new_input_flops(config: ModelConfig) -> float:
+    """FLOPs per token of gradients to the new mixers' inputs, by their projections of it: all but the output's."""
+    assert isinstance(config.layout, KeptLayout)
+    new, kept = config.layout.mixer, config.layout.kept
+    block = next(block for layer, block in enumerate(_blocks(config)) if layer not in kept)
+    projections = [
+        each.weight.numel()
+        for name, each in block.mixers[new.weights].named_modules()
+        if isinstance(each, nn.Linear) and each.in_features == config.dim and name != "o_proj"
+    ]
+    return 2.0 * sum(projections) * (config.n_layers - len(kept)) * config.n_loops
 
 
 PEAK_FLOPS = {

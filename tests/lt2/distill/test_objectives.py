@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from lt2.analysis.accounting import objective_flops
 from lt2.config import ConfigError, MixerConfig
 from lt2.distill.align import Forced, align_objective, update_loss
 from lt2.distill.logits import distill_objective, loop_weights
@@ -118,6 +120,19 @@ def test_a_new_mixers_auxiliary_loss_is_learned_in_every_stage(config):
     if config.type == "distill":
         parts = [metrics[f"kl_loop_{loop}"] * w for loop, w in enumerate(loop_weights(config, 3, 5, STEPS))]
         torch.testing.assert_close(loss, sum(parts) + metrics["dsa"], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("mixer", [GDN, MixerConfig.read({"type": "mla", "kv_rank": 8, "rope_head_dim": 4})])
+def test_flops_of_alignments_projections_are_those_torch_counts(mixer):
+    student, objective, length = convert(teacher(), mixer, (1,), both=True).train(), AlignConfig(), 10
+    freeze(student, objective)
+    with FlopCounterMode(display=False) as counter:
+        objective.build(train(objective))(student, batch())[0].backward()
+    counted = counter.get_flop_counts()["Global"]
+    config, attention = student.config, student.config.layout.attention
+    mixing = 3 * attention.sequence_flops(config.dims, length) + 3 * 2 * mixer.sequence_flops(config.dims, length)
+    projections = objective_flops(config, objective, length) - config.n_loops * mixing
+    assert counted[torch.ops.aten.mm] == pytest.approx(2 * length * projections, rel=1e-12)
 
 
 def test_kept_layers_are_not_aligned_and_the_rest_weighs_alike():
