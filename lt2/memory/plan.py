@@ -94,7 +94,7 @@ def plan_memory(
         "device_type": device_type,
         "bf16": bf16,
         "sharded": sharded,
-        "shards": min(train.shard_workers or workers, workers),
+        "shards": min(train.shard_workers or workers, workers) if sharded else 1,
         "teacher": teacher,
         "known": {} if known is None else known,
     }

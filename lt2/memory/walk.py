@@ -127,7 +127,7 @@ class Walk:
             self.add(activations=-sum(unit.once for unit in table[0]))  # autocast's cache, with the forward pass
         self._backward(table, end, loss, state, recompute)
         self.look(self.weights.embedding * self.itemsize)  # its gradient
-        everything = 4 * self.weights.learning // (self.shards if self.sharded else 1)
+        everything = 4 * self.weights.learning // self.shards
         self.now = replace(self.now, activations=0, gathered=0, gradients=everything)
         self.look(2 * 4 * self.weights.largest // self.shards)  # AdamW's temporaries
 
