@@ -1,6 +1,6 @@
-"""What runs have spent, from what the store knows of them: training FLOPs, 3 × forward.
+"""What runs have spent, from what the store knows of them: training FLOPs of their objective.
 
-Neither teachers nor recomputation count, nor what an objective computes besides one forward pass.
+Neither teachers that are asked nor recomputation count; an objective of a user's own counts as next_token.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lt2.config import ConfigError, ModelConfig, explain
+from lt2.train.objectives import NextTokenConfig, ObjectiveConfig
 from lt2_platform.results.tables import RunInfo
 
 
@@ -37,25 +38,30 @@ def flops_per_token(config: Mapping[str, Any], step: int, tokens: float) -> floa
     The first call takes some seconds: it loads torch.
     """
     train = config.get("train")
-    batch = train.get("global_batch_size") if isinstance(train, Mapping) else None
+    train = train if isinstance(train, Mapping) else {}
+    batch = train.get("global_batch_size")
     if not isinstance(batch, int) or batch < 1:
         return "its settings say no train.global_batch_size"
     data = config.get("data")
     seq_len = data.get("seq_len") if isinstance(data, Mapping) else None
     if not isinstance(seq_len, int):  # of before runs said it
         seq_len = max(1, round(tokens / (step * batch)))
-    return _of_model(json.dumps(config.get("model"), sort_keys=True), seq_len)
+    model, objective = (json.dumps(part, sort_keys=True) for part in (config.get("model"), train.get("objective")))
+    return _of_model(model, objective, seq_len)
 
 
 @lru_cache(maxsize=256)
-def _of_model(model: str, seq_len: int) -> float | str:
-    """Of a model by its settings as JSON."""
-    from lt2.analysis.accounting import training_flops  # brings torch, which readers of results do without
+def _of_model(model: str, objective: str, seq_len: int) -> float | str:
+    """Of a model and what trains it by their settings as JSON."""
+    from lt2.analysis.accounting import objective_flops  # brings torch, which readers of results do without
 
+    asked: dict[str, Any] = json.loads(objective) or {}
+    shipped = asked.get("type") in ObjectiveConfig.kinds and not asked.get("source")
     given: dict[str, Any] = json.loads(model) or {}
     fields = {key: value for key, value in given.items() if key in ModelConfig.model_fields and value is not None}
     try:
-        return training_flops(ModelConfig.model_validate(fields), seq_len)
+        trained = ObjectiveConfig.read(asked) if shipped else NextTokenConfig()
+        return objective_flops(ModelConfig.model_validate(fields), trained, seq_len)
     except (ValidationError, ConfigError, TypeError) as error:  # e.g. a mixer that this process does not know
         text = explain(error, "settings") if isinstance(error, ValidationError) else str(error)
         return f"its model cannot be counted: {text.splitlines()[0][:200]}"

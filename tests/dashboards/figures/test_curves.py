@@ -71,7 +71,7 @@ def test_curves_by_tokens_and_by_flops(tmp_path):
         model = ModelConfig.model_validate({**sizes, "n_loops": n_loops})
         assert lines(by_flops)[name][-1][0] == pytest.approx(768_000 * training_flops(model, 64), rel=1e-5)
     assert by_flops.columns[3] == "training FLOPs"
-    assert by_flops.option["xAxis"]["name"].startswith("training FLOPs (3 × forward, without teachers")
+    assert by_flops.option["xAxis"]["name"].startswith("training FLOPs (of the objective, without teachers")
     assert by_flops.rows[0][3] == pytest.approx(
         256 * training_flops(ModelConfig.model_validate(sizes | {"n_loops": 1}), 64)
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lt2.analysis.accounting import training_flops
+from lt2.analysis.accounting import head_flops, training_flops
 from lt2.config import ModelConfig
-from lt2_platform.results.flops import spent
+from lt2_platform.results.flops import flops_per_token, spent
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.engine.attempt import StepContext
@@ -52,6 +52,20 @@ def test_what_runs_have_spent(store):
     with store.create_run("unknown", {"config": {"model": {"layout": {"type": "mine"}}}}) as writer:
         writer.log(1, {"tokens": 5})
     assert spent(store.index().runs.values()) is None  # half of it would look like all
+
+
+def test_what_a_run_spends_is_what_its_objective_computes():
+    settings = MODEL | {"vocab_size": 259, "halting": {"type": "exit_gate"}}
+    model = ModelConfig.model_validate(settings)
+
+    def counted(**objective: str) -> float | str:
+        train = {"global_batch_size": BATCH, "objective": objective}
+        return flops_per_token({"model": settings, "train": train, "data": {"seq_len": SEQ_LEN}}, 1, 1.0)
+
+    plain = training_flops(model, SEQ_LEN)
+    assert counted(type="next_token") == plain
+    assert counted(type="exit_gate") == pytest.approx(plain + 3 * (model.n_loops - 1) * head_flops(model))
+    assert counted(type="mine", source="gone.py") == counted(type="of another world") == plain
 
 
 def test_the_table_has_what_a_configuration_cost(store):

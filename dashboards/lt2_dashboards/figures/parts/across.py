@@ -15,7 +15,7 @@ X = Literal["step", "tokens", "flops", "time"]
 NAMES = {
     "step": "step",
     "tokens": "tokens",
-    "flops": "training FLOPs (3 × forward, without teachers and recomputation)",
+    "flops": "training FLOPs (of the objective, without teachers and recomputation)",
     "time": "hours",
 }
 
