@@ -166,7 +166,7 @@ def _trace(
             table, end = tracer.table(), tracer.end()
             state, weights = tracer.h.nbytes, 0
             if isinstance(objective, AlignConfig):
-                loss = Loss(0, state, 0)
+                loss = Loss(state, 0)
             elif isinstance(objective, DistillConfig):
                 loss = tracer.per_loop_kl(objective, device_type, teacher)
             elif isinstance(objective, ExitGateConfig):

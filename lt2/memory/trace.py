@@ -99,7 +99,9 @@ class Tracer:
                 torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
         self.model.zero_grad()
         self.h.grad = None
-        return Unit(found[0] - after.nbytes, 0, 0, peak[1], back[1])
+        # A gate that learns keeps the state that it has read, which else the next block does.
+        read = self.replaced if self.model.halt is not None and self.model.halt.weight.requires_grad else 0
+        return Unit(found[0] - after.nbytes + read, 0, 0, peak[1], back[1])
 
     def asking(self) -> int:
         """Peak of a forward pass of the model as a teacher, above the states that it gives."""
@@ -126,8 +128,7 @@ class Tracer:
             ).loss
         del loss
         rest = (n_tokens - few) * D * self.h.dtype.itemsize
-        kept = found[0] + rest - self._head_gradient()
-        return Loss(kept, found[1] + 2 * rest, self.gradient)  # the normed state's gradient stays, itself it goes
+        return Loss(found[1] + 2 * rest, self.gradient)  # the normed state and its gradient
 
     def exit_gate(self, device_type: str) -> Loss:
         """Of the final norm after every loop, and of the chunked cross entropy of all loops' states in one tensor."""
@@ -147,10 +148,9 @@ class Tracer:
         del loss
         states = T * state.nbytes
         rest = states - few * D * state.dtype.itemsize
-        kept = found[0] + rest - self._head_gradient()
         # The final state is normed once more for those who do not look at loops.
         peak = states + found[1] + rest + normed[0]
-        return Loss(kept, peak, self.gradient, states=normed[0], together=states)
+        return Loss(peak, self.gradient, states=normed[0], together=states)
 
     def per_loop_kl(self, config: DistillConfig, device_type: str, teacher: ModelConfig | None) -> Loss:
         """Of a final norm after every loop and the chunked KL over as many loops as ever count at once.
@@ -183,10 +183,5 @@ class Tracer:
             ).loss  # fmt: skip
         del loss
         rest = (used * n_tokens - few) * D * state.dtype.itemsize  # gradients of the loops' states
-        kept = max(0, found[0] - few * D * state.dtype.itemsize - self._head_gradient())
         # The final state is normed once more for those who do not look at loops.
-        return Loss(kept, found[1] + rest + normed[0], self.gradient, states=normed[0], given=given)
-
-    def _head_gradient(self) -> int:
-        weight = self.model.head_weight
-        return 4 * weight.numel() if weight.requires_grad else 0
+        return Loss(found[1] + rest + normed[0], self.gradient, states=normed[0], given=given)

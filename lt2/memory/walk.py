@@ -43,15 +43,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Loss:
-    """Bytes of the loss: kept and peak of its computation, without the head's gradient; state: of the gradient that
-    goes back from unit to unit (0: none does).
+    """Bytes of the loss: peak of its computation; state: of the gradient that goes back from unit to unit (0: none
+    does).
 
     Of losses after every loop: states, that each loop leaves to the loss and, as a gradient, to its own backward;
     together, all loops' gradients where they are one tensor, which stays until the first loop's backward; given, what a
     teacher gave, until the loss; asking, the teacher's own peak before the student's forward.
     """
 
-    kept: int
     peak: int
     state: int
     states: int = 0
@@ -119,8 +118,8 @@ class Walk:
         self._forward(table, end, loss, state, recompute)
         self.look(loss.peak)
         # The head's gradient is found along with the loss; a tied one waits for the embedding's to be added.
-        self.add(gradients=0 if self.waiting and not self.tied else head, activations=loss.kept - loss.given)
-        self.add(activations=loss.state - loss.kept)  # from here on one gradient goes back from unit to unit
+        # From here on one gradient goes back from unit to unit.
+        self.add(gradients=0 if self.waiting and not self.tied else head, activations=loss.state - loss.given)
         if loss.together:
             self.add(activations=loss.together - len(table) * loss.states)
         if recompute != "none":

@@ -12,7 +12,7 @@ PEAK = 10**6
 WEIGHTS = Weights(all=100, blocks=[30, 40], learning=90, learning_blocks=[20, 40], largest=25, head=10, embedding=10)
 LOWER, UPPER = Unit(1000, 100, 80, 0, 0), Unit(2000, 200, 160, 0, 0)  # kept, once, gradients; peaks are set in tests
 END = Unit(500, 0, 0, 0, 0)
-LOSS = Loss(kept=11, peak=0, state=5000, states=3, given=17)
+LOSS = Loss(peak=0, state=5000, states=3, given=17)
 START, STATE = 7, 600
 FORWARD, BACKWARD = {"forward_peak": PEAK}, {"backward_peak": PEAK}
 
