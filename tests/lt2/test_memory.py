@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lt2.config import MixerConfig, ModelConfig
-from lt2.memory import OUTSIDE, LiveStorages, keeps_gathered, plan_memory
+from lt2.memory import OUTSIDE, keeps_gathered, plan_memory
 from lt2.mixer_configs import GatedDeltaNetConfig
 from lt2.model import build
 from lt2.train import parallel
@@ -281,17 +281,10 @@ def test_gathered_weights_are_kept_where_they_fit():
     assert keeps_gathered(config, train_config(keep_gathered=False), L, workers=4, card_bytes=1e18) is False
 
 
-def test_live_storages_counts_a_storage_once_and_only_while_it_lives():
-    weight = torch.ones(10)
-    with LiveStorages() as live:
-        view = weight.view(2, 5)
-        made = weight + 1
-        other = made.view(2, 5)
-        assert live.live == 40
-        with live.over() as found:
-            torch.cat([other, view])
-        assert found == [0, 80]
-        del made
-        assert live.live == 40
-        del other
-    assert (live.live, live.peak) == (0, 120)
+def test_weights_are_shared_by_a_group_of_workers_and_not_at_all_without_sharding():
+    config, settings = model_config("full"), train_config(shard_workers=2)
+    whole, group, all_four = (
+        plan_memory(config, train, L, workers=4, sharded=sharded).parameters
+        for train, sharded in ((settings, False), (settings, True), (train_config(), None))
+    )
+    assert (group, all_four) == (whole // 2, whole // 4)

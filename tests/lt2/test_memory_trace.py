@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lt2.config import ModelConfig
+from lt2.distill.kl import TopK, chunked_topk_kl
 from lt2.memory import LiveStorages, plan_memory
 from lt2.model import build
 from lt2.train import parallel
@@ -11,6 +12,9 @@ from lt2.train.config import TrainConfig
 from lt2.train.loss import chunked_cross_entropy
 
 L, ROWS = 16, 2
+N = ROWS * L
+STATE = 4 * N * 64
+GATE = {"halting": {"type": "exit_gate"}}
 FULL, WINDOW, LA = {"type": "full"}, {"type": "window", "window": 8}, {"type": "la"}
 
 
@@ -23,24 +27,74 @@ def uniform(mixer):
     return {"type": "uniform", "mixer": mixer}
 
 
-def traced(config, **fields):
+def traced(config, teacher=None, **fields):
     known = {}
     train = TrainConfig.model_validate({"steps": 1, "global_batch_size": ROWS, **fields})
-    plan_memory(config, train, L, device_type="cpu", known=known)
+    plan_memory(config, train, L, device_type="cpu", teacher=teacher, known=known)
     (only,) = known.values()
     return only
 
 
-def test_the_loss_of_many_chunks_is_known_from_two(monkeypatch):
+@pytest.fixture
+def chunks_of_four(monkeypatch):
     monkeypatch.setattr("lt2.memory.trace.rows_per_chunk", lambda device, vocab_size: 4)
+
+
+def peak_of(loss):
+    with LiveStorages() as live, live.over() as found:
+        made = loss()
+    assert made.requires_grad
+    return found[1]
+
+
+def states(count):
+    return torch.zeros(count, 64, requires_grad=True)
+
+
+@pytest.mark.usefixtures("chunks_of_four")
+def test_losses_of_many_chunks_are_known_from_two():
     config = model_config(uniform(FULL), vocab_size=512)
-    found, model = traced(config).loss, build(config).train()
-    h = torch.zeros(ROWS * L, config.dim, requires_grad=True)
-    targets = torch.zeros(ROWS * L, dtype=torch.int64)
-    with LiveStorages() as live, live.over() as real:
-        loss = chunked_cross_entropy(model.final_norm(h), model.head_weight, targets, chunk_rows=4).loss
-    assert loss.requires_grad
-    assert found.peak == pytest.approx(real[1], rel=0.05)
+    model, targets = build(config).train(), torch.zeros(2 * N, dtype=torch.int64)
+    one, two = states(N), states(2 * N)
+    real = peak_of(
+        lambda: chunked_cross_entropy(model.final_norm(one), model.head_weight, targets[:N], chunk_rows=4).loss
+    )
+    assert traced(config).loss.peak == pytest.approx(real, rel=0.05)  # on a CPU the norm keeps its input over its size
+    gated = traced(model_config(uniform(FULL), vocab_size=512, **GATE), objective={"type": "exit_gate"}).loss
+    shares = torch.ones(2 * N, requires_grad=True)
+    real = peak_of(
+        lambda: chunked_cross_entropy(two, model.head_weight, targets, token_weights=shares, chunk_rows=4).loss
+    )
+    assert gated.together == 2 * STATE
+    assert gated.peak == pytest.approx(real + gated.states + gated.together, rel=0.02)
+
+
+@pytest.mark.usefixtures("chunks_of_four")
+@pytest.mark.parametrize(("supervision", "used"), [("uniform", 2), ("final", 1)])
+def test_a_distillations_loss_holds_as_many_loops_as_count(supervision, used):
+    teacher = model_config(uniform(FULL), vocab_size=512)
+    kept = {"type": "kept", "attention": FULL, "mixer": LA, "kept": [1]}
+    student = teacher.model_copy(update={"layout": model_config(kept).layout})
+    objective = {"type": "distill", "k": 4, "supervision": supervision}
+    stored, asked = (traced(student, given, objective=objective).loss for given in (None, teacher))
+    assert (stored.given, asked.given) == (used * N * 4 * 6, used * STATE)
+    topk = lambda loop, start, stop: TopK(  # noqa: E731
+        torch.zeros(stop - start, 4), torch.zeros(stop - start, 4, dtype=torch.int64)
+    )
+    model, loops = build(student), [states(N) for _ in range(used)]
+    real = peak_of(
+        lambda: chunked_topk_kl(
+            loops, model.head_weight, topk, loop_weights=[1.0] * used,
+            counted=torch.ones(N, dtype=torch.bool), temperature=1.0, chunk_rows=4,
+        ).loss
+    )  # fmt: skip
+    assert stored.peak == pytest.approx(real + stored.states, rel=0.02)
+    model, h = build(teacher).eval(), torch.zeros(ROWS, L, 64)
+    seq = model.sequence_info(torch.zeros(ROWS, L, dtype=torch.int64), None, None, None)
+    with torch.no_grad(), LiveStorages() as live, live.over() as found:
+        model.blocks[0](h, teacher.layout.mixer, seq)
+    assert asked.asking == found[1] + 3 * STATE
+    assert stored.asking == 0
 
 
 def left_by_a_forward_pass(config, train, bf16):
@@ -53,7 +107,7 @@ def left_by_a_forward_pass(config, train, bf16):
         return live.live
 
 
-SHARES = {"halting": {"type": "exit_gate", "frozen_kv": "share"}, "n_layers": 1}
+SHARES = {"halting": {"type": "exit_gate", "frozen_kv": "share"}}
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
@@ -66,7 +120,12 @@ def test_a_loop_more_leaves_what_its_units_keep(fields, precision, recompute):
     more, less = (left_by_a_forward_pass(config, train, precision == "bf16") for config in (four, three))
     kept = sum(unit.kept for unit in plan.table[2]) + plan.end.kept
     # Of a first loop's numbers per token ACT makes one less than of the others'.
-    assert kept == pytest.approx(more - less, rel=0, abs=4 * ROWS * L if "act" in str(fields) else 0)
+    assert kept == pytest.approx(more - less, rel=0, abs=4 * N if "act" in str(fields) else 0)
+
+
+def test_of_shared_keys_a_gradient_for_the_loop_before_waits_in_every_layer():
+    plain, shares = (traced(model_config(uniform(FULL), **fields)).loss.state for fields in ({}, SHARES))
+    assert (plain, shares) == (STATE, 3 * STATE)
 
 
 def test_weights_are_cast_once():
@@ -84,3 +143,19 @@ def test_a_units_trace_does_not_hang_on_those_before_it():
     assert hybrid == [[alone[2], alone[0]]] * 2
     loops = traced(model_config({"type": "loops", "mixers": [FULL, WINDOW]})).table
     assert loops == [[alone[0]] * 2, [alone[1]] * 2]
+
+
+def test_live_storages_counts_a_storage_once_and_only_while_it_lives():
+    weight = torch.ones(10)
+    with LiveStorages() as live:
+        view = weight.view(2, 5)
+        made = weight + 1
+        other = made.view(2, 5)
+        assert live.live == 40
+        with live.over() as found:
+            torch.cat([other, view])
+        assert found == [0, 80]
+        del made
+        assert live.live == 40
+        del other
+    assert (live.live, live.peak) == (0, 120)
