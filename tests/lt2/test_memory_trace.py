@@ -128,6 +128,21 @@ def test_of_shared_keys_a_gradient_for_the_loop_before_waits_in_every_layer():
     assert (plain, shares) == (STATE, 3 * STATE)
 
 
+@pytest.mark.parametrize("fields", [{}, {"norm_each_loop": True, "loop_residual": False}], ids=["residual", "norm"])
+def test_the_end_of_a_loop_needs_what_it_needs_of_real_tensors(fields):
+    config = model_config(uniform(FULL), **fields)
+    model, h = build(config), torch.zeros(ROWS, L, 64, requires_grad=True)
+    with LiveStorages() as live:
+        out = h * 1
+        with live.over() as forward:
+            after = model.end_loop(out, h, 0)
+        del out
+        with live.over() as backward:
+            after.backward(torch.empty_like(after))
+    end = traced(config).end
+    assert (end.forward_peak, end.backward_peak) == (forward[1], backward[1])
+
+
 def test_weights_are_cast_once():
     config = model_config(uniform(FULL), dim=256)
     (unit,) = set(traced(config, precision="bf16").table[0])
