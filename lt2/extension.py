@@ -136,7 +136,13 @@ def _load_source(path: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, ModuleNotFoundError) and (file.parent / f"{error.name}.py").is_file():
+            raise ConfigError(
+                f"{path} imports {error.name!r}, which lies beside it; each file is read on its own, here and by "
+                f"workers: where a config of {error.name}.py is meant, give that file as its source, else install it "
+                "or put its folder on PYTHONPATH"
+            ) from None
         raise
     return module

@@ -187,3 +187,30 @@ def test_a_record_that_is_no_text_is_named(tmp_path):
     (tmp_path / "dag.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"dag\.json is not text in UTF-8 \(byte 0\)"):
         load_workflow(str(tmp_path / "dag.json"))
+
+
+def test_a_file_of_ones_own_is_named_where_its_config_is_used(tmp_path):
+    (tmp_path / "halved.py").write_text(
+        "from typing import ClassVar, Literal\nfrom lt2.train.loss import next_token_objective\n"
+        "from lt2.train.objectives import ObjectiveConfig\nclass Halved(ObjectiveConfig):\n"
+        "    module: ClassVar[str] = 'halved'\n    type: Literal['halved'] = 'halved'\n"
+        "def halved(config, train): return next_token_objective()\n"
+    )
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        f"from lt2.config import load_source\nobjective = load_source({str(tmp_path / 'halved.py')!r}).Halved()\n"
+        "from lt2_workflows.recipes.quickstart import quickstart\ndef mine():\n    flow = quickstart()\n"
+        "    train = flow.configs['pretrain'].train.model_copy(update={'objective': objective})\n"
+        "    flow.configs['pretrain'] = flow.configs['pretrain'].model_copy(update={'train': train})\n    return flow\n"
+    )
+    where = rf"mine.py:mine: pretrain.train.objective: .*'halved'.*its source \({tmp_path / 'halved.py'}\)"
+    with pytest.raises(ConfigError, match=where):
+        load_workflow(f"{recipe}:mine")
+    load_workflow(f"{recipe}:mine", [f"pretrain.train.objective.source={tmp_path / 'halved.py'}"])
+
+
+def test_a_module_beside_a_recipe_is_no_part_of_it(tmp_path):
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "mine.py").write_text("import beside\n")
+    with pytest.raises(ConfigError, match=r"mine.py imports 'beside', .* its source, else install it"):
+        load_workflow(f"{tmp_path / 'mine.py'}:mine")

@@ -211,17 +211,21 @@ class Workflow:
 
 def refs(value: Any) -> Iterator[Ref]:
     """Every reference inside a config, however deeply nested."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, Config):
-        for field in type(value).model_fields:
-            yield from refs(getattr(value, field))
+    return (config for _, config in configs_within(value) if isinstance(config, Ref))
+
+
+def configs_within(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Config]]:
+    """Every config inside a value, itself included, and the keys that lead to it."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Config):
+        yield keys, value
+        items = ((field, getattr(value, field)) for field in type(value).model_fields)
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from refs(item)
+        items = value.items()
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from refs(item)
+        items = enumerate(value)
+    for key, item in items:
+        yield from configs_within(item, (*keys, str(key)))
 
 
 def fingerprint(config: StepConfig, identities: Mapping[str, str]) -> str:

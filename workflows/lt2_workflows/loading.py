@@ -10,7 +10,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +18,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lt2.config import ConfigError, explain, load_source, mistakes
+from lt2.extension import SHIPPED, Extension
 from lt2_platform.wording import nearest, one_line
-from lt2_workflows.graph import STEP_TYPES, Workflow
+from lt2_workflows.graph import STEP_TYPES, StepConfig, Workflow, configs_within
 from lt2_workflows.overrides import apply_overrides, parse_override
 
 RECORD_SUFFIXES = {".yaml", ".yml", ".json"}
@@ -83,12 +84,33 @@ def workflow_from_record(
             configs[name] = STEP_TYPES[kind].config.model_validate(raw)
         except ValidationError as error:
             problems += _explain(error, name, raw, source, lines)
+            continue
+        for keys, extension in without_source(configs[name]):
+            where = f"{_place(source, lines, ('steps', name, *keys))}: {'.'.join((name, *keys))}"
+            problems.append(
+                f"{where}: {extension.noun} type {extension.type!r} is of a file of yours; give that file as its "
+                f"source ({sys.modules[type(extension).__module__].__file__}), since other processes read it from there"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
     place = {name: record[name] for name in ("recipe_file", "part_of", "shared") if name in record}
     workflow = Workflow(record["workflow"], configs, **place)
     _ = workflow.steps  # checks names, references and cycles
     return workflow
+
+
+def without_source(config: StepConfig) -> Iterator[tuple[tuple[str, ...], Extension]]:
+    """What only a process that has imported a user's file can read: workers and readers of checkpoints have not.
+
+    Tasks are left out: the step's own process, which has read the recipe's file, runs them.
+    """
+    from lt2_platform.evaluate.config import TaskConfig
+
+    for keys, part in configs_within(config):
+        if not isinstance(part, Extension) or isinstance(part, TaskConfig) or part.source:
+            continue
+        if not type(part).__module__.startswith(SHIPPED):
+            yield keys, part
 
 
 def _shipped(recipe: str) -> Callable[[], Workflow]:
