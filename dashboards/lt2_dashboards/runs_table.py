@@ -212,13 +212,15 @@ def _rows(picked: _Picked, sort: str, page: int) -> list[dict[str, Any]]:
 
 def _varying(picked: _Picked, total: int) -> list[str]:
     """Settings that are not the same in all picked runs: those with several values before those that some runs lack,
-    then those that most runs have, then those of few values.
+    kinds first (others belong to them), then those that most runs have, then those that all have, then those of few
+    values.
     """
     found = picked.query(
         "SELECT key FROM config WHERE run IN (SELECT run FROM picked) GROUP BY key "
         "HAVING count(DISTINCT text) > 1 OR count(*) < ? "
-        "ORDER BY count(DISTINCT text) < 2, 2 * count(*) FILTER (text <> 'null') < ?, count(DISTINCT text), key "
-        "LIMIT ?",
+        "ORDER BY count(DISTINCT text) < 2, NOT ends_with(key, '.type'), 2 * count(*) FILTER (text <> 'null') < ?, "
+        "count(*) < ?, count(DISTINCT text), key LIMIT ?",
+        total,
         total,
         total,
         MAX_VARYING,

@@ -55,6 +55,13 @@ def test_settings_with_several_values_come_before_those_that_some_runs_lack(stor
     assert body(client.get("/api/runs"))["varying"] == ["lr", "act"]
 
 
+def test_what_runs_are_of_comes_before_the_settings_that_only_some_kinds_have(store, client):
+    mixers = ({"type": "gdn", "expand": 1}, {"type": "gla", "expand": 2}, {"type": "nsa", "block": 8})
+    for index, mixer in enumerate(mixers):
+        store.create_run(f"r{index}", {"config": {"hidden": 60 + index, "mixer": mixer}}).close()
+    assert body(client.get("/api/runs"))["varying"] == ["mixer.type", "hidden", "mixer.expand", "mixer.block"]
+
+
 def test_a_status_can_be_asked_for_as_the_page_calls_it(store, client):
     add_run(store, "live", start=time.time() - 30, steps=3, end=None)
     add_run(store, "done", start=time.time() - 30, steps=3)

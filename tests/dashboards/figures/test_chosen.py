@@ -147,3 +147,12 @@ def test_curves_of_different_objectives_say_so_and_have_no_unit_that_does_not_ho
     assert "Losses of different objectives (distill, next_token) are not one quantity." in both.notes
     units = {row["run"]: row["unit"] for row in store.results() if row["metric"] == "loss"}
     assert units == {"plain": "nats/token", "distilled": "nats/token", "aligned": "", "own": ""}
+
+
+def test_losses_with_and_without_what_mixers_add_are_told_apart(store):
+    add(store, "gdn", loss=3.0, ce=3.0)
+    assert not [note for note in figure(store).notes if "cross entropy" in note]
+    add(store, "dsa", loss=3.7, ce=2.9)
+    for found in (figure(store), figure(store, "curves", metric="loss", runs="gdn,dsa")):
+        assert [note for note in found.notes if note.startswith("The loss of dsa holds more than cross entropy")]
+    assert not [note for note in figure(store, metric="ce").notes if "holds more" in note]

@@ -9,7 +9,7 @@ import pytest
 
 from lt2.analysis.accounting import cache_bytes as exact_cache_bytes
 from lt2.config import ConfigError, ModelConfig
-from lt2_dashboards.figures import FIGURES
+from lt2_dashboards.figures import FIGURES, training
 from lt2_dashboards.figures.cost import PAPER_LAYOUTS, cache_bytes, mixing_flops
 from lt2_dashboards.figures.parts import paper as reference
 from lt2_dashboards.queries import Source
@@ -160,12 +160,14 @@ def test_layers_from_the_bench(source):
     assert series(found, "gdn")[0]["data"] == [[9.0, 2.0], [10.0, 2.0]]
 
 
-def test_stability_counts_spikes_beside_the_papers_words(source):
+def test_stability_counts_spikes_beside_the_papers_words(source, monkeypatch):
     rows = {row[0]: row for row in figure(source, "stability").rows}
     assert rows["Looped RetNet"][1:] == ["this store", "retnet", 1e-3, pytest.approx(3.0125), 1.0, 9.0, 1, 0,
                                          reference.STABILITY["retnet",]]  # fmt: skip
     assert rows["Looped DeltaNet"][1:3] == ["paper", None]
     assert [row[2] for row in figure(source, "stability", runs="plain,retnet").rows[:2]] == ["plain", "retnet"]
+    monkeypatch.setattr(training, "MAX_LINES", 1)
+    assert any(note.startswith("Not drawn: Looped") for note in figure(source, "stability").notes)
 
 
 def test_the_sawtooth_runs_through_the_loops(source):

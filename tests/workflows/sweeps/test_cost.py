@@ -87,7 +87,7 @@ def test_the_table_has_what_a_configuration_cost(store):
     assert logged == {"PPL": 3.0, "training_flops": first + second}
     table = write_table(sweep, records, context)["text"]
     assert "training FLOPs" in table
-    assert table.rstrip().endswith("--seeds 0,1 trains all of them twice.")
+    assert table.rstrip().endswith("add --seeds 0,1 (what is trained is kept).")
     repeated = write_table(sweep.model_copy(update={"seeds": (0, 1)}), records, context)["text"]
     assert "One seed each" not in repeated
     assert "training_flops" in store.storage.read_bytes(f"{context.step.folder}/out/table.csv").decode()

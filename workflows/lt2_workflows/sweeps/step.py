@@ -265,7 +265,8 @@ def _notes(config: SweepStep) -> Iterator[str]:
     if len(config.seeds) > 1:
         yield "± is the standard deviation over seeds. " + ablations.P_MEANS
     else:
-        yield "One seed each, so nothing says how much of a difference is chance: --seeds 0,1 trains all of them twice."
+        chance = "One seed each, so nothing says how much of a difference is chance"
+        yield f"{chance}: add --seeds 0,1 (what is trained is kept)."
 
 
 def _why(record: Mapping[str, Any]) -> str:

@@ -49,6 +49,8 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
             f"These runs minimise different things ({', '.join(kinds)}), so their losses are not one quantity. Choose "
             "validation_loss or an evaluation as the result, or filter by objective.type."
         )
+    elif metric == "loss":
+        notes += mixed_losses(snapshot.runs(names).values())
     if _PER_TOKEN.search(metric) and len(_settings(snapshot, names, "data.fingerprint", "")) > 1:
         notes.append(
             "These runs read different data (data.fingerprint): losses and perplexities of another text or tokenizer "
@@ -67,9 +69,24 @@ def _default(having: Mapping[str, int]) -> str:
 
 
 def mixed_losses(runs: Iterable[RunInfo]) -> list[str]:
-    """The note on a drawing of training losses that are not one quantity; none where they are."""
+    """The notes on training losses that are not one quantity; none where they are."""
+    runs = list(runs)
     kinds = sorted({objective_of(run.config) for run in runs})
-    return [f"Losses of different objectives ({', '.join(kinds)}) are not one quantity."] if len(kinds) > 1 else []
+    if len(kinds) > 1:
+        return [f"Losses of different objectives ({', '.join(kinds)}) are not one quantity."]
+    more = [run.run_id for run in runs if _holds_more(run)]
+    if not more or len(more) == len(runs):
+        return []
+    others = f" and {len(more) - 5} more" if len(more) > 5 else ""
+    return [
+        f"The loss of {', '.join(more[:5])}{others} holds more than cross entropy: what mixers (DSA's indexer) or "
+        "halting add. Across these runs compare ce, or a validation result."
+    ]
+
+
+def _holds_more(run: RunInfo) -> bool:
+    loss, ce = (run.last[name][1] if name in run.last else None for name in ("loss", "ce"))
+    return loss is not None and ce is not None and abs(loss - ce) > 1e-3 * abs(ce)
 
 
 def _settings(snapshot: Snapshot, runs: list[str], key: str, missing: str) -> list[str]:
