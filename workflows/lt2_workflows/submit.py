@@ -128,7 +128,11 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], Any]) -
             heard = time.monotonic()
         except NO_ANSWER as error:
             if time.monotonic() - heard > LOST_S:
-                raise ConfigError(f"the cluster does not answer any more ({_reason(error)}); {job} may go on") from None
+                elsewhere = _resuming(job, ", or, if it is gone, ", " on another cluster")
+                raise ConfigError(
+                    f"the cluster does not answer any more ({_reason(error)}); {job} may go on: "
+                    f"`lt2 logs {job}` when it answers{elsewhere}"
+                ) from None
             time.sleep(1.0)
             continue
         if info.status.value in ENDED:
@@ -179,11 +183,16 @@ def _exit_code(job: str, info: Any, write: Callable[[str], Any]) -> int:
         write(f"{info.message}\n")
         return 1
     if code < 0:
-        ours = ATTEMPT.fullmatch(job)
-        more = f"; `lt2 resume {ours['workflow']}` goes on from its last checkpoints" if ours else ""
+        more = _resuming(job, "; ", " goes on from its last checkpoints")
         write(f"lt2: the process of {job} was killed by {signal.Signals(-code).name}{more}\n")
         return 128 - code
     return code
+
+
+def _resuming(job: str, before: str, after: str) -> str:
+    """How to go on with a job, "" where it is none of ours."""
+    ours = ATTEMPT.fullmatch(job)
+    return f"{before}`lt2 resume {ours['workflow']}`{after}" if ours else ""
 
 
 def _reason(error: Exception) -> str:
