@@ -4,7 +4,7 @@ import pytest
 
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.attempt import Interrupted, StepContext
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.steps.state_recall import run_state_recall
 
@@ -22,6 +22,7 @@ def test_a_small_curriculum_and_what_it_stores(tmp_path):
     assert stored["state_recall/state_recall/n_max"] == result["n_max"]
     (run,) = ResultsStore(storage).runs()
     assert run.config["layout"]["mixer"]["type"] == "full"
+    assert next(iter(run.info.items())) == ("workflow", workflow.id)  # the first, where the dashboard's query looks
     assert run.last["accuracy"][0] == result["steps"]
     assert run.state == "finished"
     assert 0 <= stored["state_recall/state_recall_5/final"] <= 1
@@ -37,11 +38,12 @@ def test_curves_are_there_while_it_learns_and_whole_after_a_cut(tmp_path):
     def cut(values):
         assert [run.state for run in ResultsStore(storage).runs()] == ["running"]
         if values["step"] == 4:
-            raise KeyboardInterrupt
+            raise Interrupted("stopped by SIGTERM")
 
     step = workflow.steps["small"]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         run_state_recall(step.config, StepContext(storage, workflow, step, cut))
+    assert [run.state for run in ResultsStore(storage).runs()] == ["running"]  # its step says that it was interrupted
     result = run_state_recall(step.config, StepContext(storage, workflow, step, lambda values: None))
     curve = ResultsStore(storage).metrics(result["run"], ["accuracy"])
     assert curve["step"].to_pylist() == [2, 4, 6]

@@ -64,6 +64,8 @@ class Interrupted(KeyboardInterrupt):
     A KeyboardInterrupt because of Ray: when a signal arrives during ray.get, it passes on that one alone, as a new one.
     """
 
+    run_state = "running"  # what the results store keeps saying of a run in this process: another attempt goes on
+
 
 @dataclass(frozen=True)
 class StepContext:

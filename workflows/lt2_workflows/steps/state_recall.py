@@ -40,10 +40,12 @@ def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str,
     """Result: {"run", "n_max", "stage", "steps"}; every evaluation's accuracies go to a run of the results store."""
     from lt2_platform.evaluate.state_recall import run_curriculum
     from lt2_platform.results.store import ResultsStore
+    from lt2_workflows.provenance import provenance
 
     store = ResultsStore(context.storage)
     settings = json.loads(config.inner.model_dump_json())
-    with store.create_run(context.run_id, {"config": settings, "step": context.step.id}) as run:
+    made_by = {"workflow": context.workflow.id, "step": context.step.id, **provenance()}
+    with store.create_run(context.run_id, {"config": settings, **made_by}) as run:
 
         def evaluated(entry: dict[str, Any]) -> None:
             run.log(entry["step"], {"loss": entry["loss"], "accuracy": entry["all"]})
