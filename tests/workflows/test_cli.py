@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from lt2.config import ConfigError
 from lt2_platform.results import index as index_files
 from lt2_platform.results.index import read_index
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import main
+from lt2_workflows.commands import records
 from tests.workflows.conftest import FAKE_STEPS
 
 CHAIN = f"{FAKE_STEPS}:chain"
@@ -290,8 +292,15 @@ def test_a_note_on_a_run(tmp_path, monkeypatch):
     ((run, name, row),) = store.index().evals
     assert (run, name, row["note"], row["author"]) == ("r1", "note", "the baseline\nof all", "ada")
     assert lt2("results", "--storage", str(tmp_path)).stdout == "(nothing yet)\n"  # it is none
-    assert_one_line(lt2("note", "r2", "x", "--storage", str(tmp_path)), "no run 'r2'")
+    assert_one_line(lt2("note", "r2", "x", "--storage", str(tmp_path)), "no run or workflow 'r2'")
     assert_one_line(lt2("note", "r1", "x" * 2001, "--storage", str(tmp_path)), "2,001 characters; at most 2,000")
+    store.storage.write_json("workflows/w-1/dag.json", {"workflow": "w", "ids": {"prepare": "p", "pretrain": "r1"}})
+    records.note("w", "by its workflow", str(tmp_path))
+    assert store.index().evals[-1][2]["note"] == "by its workflow"
+    store.storage.write_json("workflows/w-2/dag.json", {"workflow": "w", "ids": {"pretrain": "r3"}})
+    store.create_run("r3", {"config": {}}).close()
+    with pytest.raises(ConfigError, match="w has several runs, name one: r1, r3"):
+        records.note("w", "x", str(tmp_path))
 
 
 def test_status_shows_the_newest_workflow_last_and_long_errors_at_the_end(tmp_path):

@@ -145,7 +145,7 @@ def runs_named(root: Storage, known: Collection[str], names: Sequence[str], what
 
 
 def note(
-    run: Annotated[str, typer.Argument(help="A run's name.")],
+    run: Annotated[str, typer.Argument(help="A run, or a workflow with one.")],
     text: Annotated[str, typer.Argument(help="What to say of it; nothing ('') takes the note away.")],
     storage: StorageOption = None,
 ) -> None:
@@ -155,8 +155,10 @@ def note(
 
     root = readable(storage)
     store = ResultsStore(root)
-    if run not in _runs(store.index()):
-        raise ConfigError(f"no run {run!r} in {root.root}; `lt2 results` lists them")
+    found = runs_named(root, _runs(store.index()), [run], f"in {root.root}; its runs")
+    if len(found) > 1:
+        raise ConfigError(f"{run} has several runs, name one: {', '.join(found)}")
+    run = found[0]
     if len(text) > MAX_NOTE:
         raise ConfigError(f"the note has {len(text):,} characters; at most {MAX_NOTE:,}")
     store.log_note(run, text.strip(), _user())
