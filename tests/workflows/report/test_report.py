@@ -194,6 +194,9 @@ def test_charts():
     assert y0 > y1  # upwards
     dots = ElementTree.fromstring(dot_chart(["p", "q"], [Dots("ours", [1.0, None], [0.1, None])], y="PPL"))
     assert len(list(dots.iter("{http://www.w3.org/2000/svg}circle"))) == 1
+    names = [f"Looped Hybrid (Full + mixer {index})" for index in range(16)]
+    many = dot_chart(names, [Dots("ours", [1.0] * 16, [None] * 16)], y="PPL")
+    assert all(f">{name}</text>" in many for name in names)  # upright, where they have no room beside each other
     with pytest.raises(ValueError, match="no finite point"):
         line_chart([Line("a", [(0, float("inf"))])], x="", y="")
 

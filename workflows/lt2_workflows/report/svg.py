@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
+LETTER, MAX_LABEL = 7, 32  # width of a character; characters of a category's name
 COLORS = ("#2f6bd8", "#c2334d", "#2a8a57", "#b8731a", "#7a4fc0", "#14808f", "#8a5a44", "#5b6472")
 DASHES = ("", "7 4", "2 3")  # of the lines that have all colours once, twice, …
 
@@ -65,10 +66,14 @@ def dot_chart(categories: Sequence[str], series: Sequence[Dots], *, y: str) -> s
     axis = Axis.of(ends)
     parts = _frame(axis, "", y)
     room = (WIDTH - LEFT - RIGHT) / len(categories)
+    longest = min(MAX_LABEL, max(map(len, categories)))
+    upright = longest * LETTER >= room  # what does not fit beside each other
+    bottom = HEIGHT - BOTTOM + 12 + longest * LETTER if upright else HEIGHT
     for column, category in enumerate(categories):
         middle = LEFT + room * (column + 0.5)
-        shown = category if len(category) * 7 < room else category[: max(3, int(room / 7) - 1)] + "…"
-        parts.append(_text(middle, HEIGHT - BOTTOM + 18, shown, anchor="middle", title=category))
+        shown = category if len(category) <= MAX_LABEL else category[: MAX_LABEL - 1] + "…"
+        at, below = (middle + 4, 10) if upright else (middle, 18)
+        parts.append(_text(at, HEIGHT - BOTTOM + below, shown, anchor="middle", turn=upright, title=category))
         for index, dots in enumerate(series):
             value, error = dots.values[column], dots.errors[column]
             if value is None or not math.isfinite(value):
@@ -86,7 +91,7 @@ def dot_chart(categories: Sequence[str], series: Sequence[Dots], *, y: str) -> s
                 f'stroke-width="1.5"><title>{label}</title></circle>'
             )
     names = [dots.name for dots in series] if len(series) > 1 else []
-    return _svg([*parts, *_legend(names)], HEIGHT + _legend_height(len(names)), y)
+    return _svg([*parts, *_legend(names, top=bottom)], bottom + _legend_height(len(names)), y)
 
 
 @dataclass(frozen=True)
@@ -134,10 +139,10 @@ def _x_ticks(axis: Axis) -> list[str]:
     return [_text(_x(axis, tick), HEIGHT - BOTTOM + 18, f"{tick:,.6g}", anchor="middle") for tick in axis.ticks]
 
 
-def _legend(names: Sequence[str], *, lines: bool = False) -> list[str]:
+def _legend(names: Sequence[str], *, lines: bool = False, top: int = HEIGHT) -> list[str]:
     parts = []
     for index, name in enumerate(names):
-        x, y = LEFT + (index % 2) * 320, HEIGHT + 14 + 18 * (index // 2)
+        x, y = LEFT + (index % 2) * 320, top + 14 + 18 * (index // 2)
         if lines:
             parts.append(
                 f'<line x1="{x}" x2="{x + 22}" y1="{y - 4}" y2="{y - 4}" {_stroke(index)} stroke-width="2.4"/>'
