@@ -150,6 +150,18 @@ def p_text(p_value: float | None) -> str:
     return "" if p_value is None else "<0.001" if p_value < 0.001 else f"{p_value:.2g}"
 
 
+def counts(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Of the `metrics` of rows those that count something (stages passed, steps): whole in all of them."""
+    pairs: dict[str, list[tuple[float | None, float | None]]] = {}
+    for row in rows:
+        for name, pair in row["metrics"].items():
+            pairs.setdefault(name, []).append(pair)
+    whole = {
+        name: [float(value or 0).is_integer() for pair in found for value in pair] for name, found in pairs.items()
+    }
+    return {name for name, of_all in whole.items() if all(of_all)}
+
+
 def plus_minus(mean: float | None, spread: float | None, digits: int = 2) -> str:
     """'9.31 ± 0.04', '9.31', or '' for None; from a thousand on (tokens/s) without decimals."""
     if mean is None:

@@ -32,6 +32,12 @@ def test_means_spreads_and_the_papers_values():
     assert (second["PPL"], second["PPL_std"], second["PPL_paper"]) == (8.0, None, None)
 
 
+def test_what_counts_something_is_told_from_measures():
+    trials = [trial("a", 9.0, **{"recall/stage": 2, "mean": 1}), trial("a", 8.0, 1, **{"recall/stage": 2, "mean": 2})]
+    rows = ablations.summarize([*trials, trial("b", 7.0, **{"odd": math.nan, "recall/stage": 0})], None)
+    assert ablations.counts(rows) == {"recall/stage"}
+
+
 def test_configurations_of_one_label_are_told_apart_by_their_group():
     trials = [trial("gate", 9.0) | {"group": "Looped Transformer"}, trial("gate", 8.0) | {"group": "GDN+DSA"}]
     rows = [(row["group"], row["label"], row["PPL"], row["PPL_paper"]) for row in ablations.summarize(trials, "gate")]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -227,7 +227,8 @@ def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepC
     """Write sweep.json (null for what is not finite), table.txt and table.csv; the step's result."""
     rows = ablations.summarize(records, config.paper)
     title = ablations.paper_table(config.paper).title if config.paper else context.workflow.name
-    shown = [_shown(row, config.paper is not None) for row in rows]
+    counts = ablations.counts(rows)
+    shown = [_shown(row, config.paper is not None, counts) for row in rows]
     names = dict.fromkeys(name for line in shown for name in line)  # a configuration may have numbers that others lack
     columns = [name for name in names if any(line.get(name) not in ("", None) for line in shown)]
     bad = [f"{record['name']} {record['state']}{_why(record)}" for record in records if record["state"] != "done"]
@@ -242,7 +243,7 @@ def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepC
     return {"text": text, "title": title, "trials": len(records), **ended, "rows": kept}
 
 
-def _shown(row: Mapping[str, Any], with_paper: bool) -> dict[str, Any]:
+def _shown(row: Mapping[str, Any], with_paper: bool, counts: Collection[str]) -> dict[str, Any]:
     line = {"group": row["group"], "configuration": row["label"]}
     line["parameters"] = amount(row["parameters"]) if row["parameters"] else ""
     line["training FLOPs"] = amount(row[ablations.FLOPS]) if row[ablations.FLOPS] else ""
@@ -253,7 +254,8 @@ def _shown(row: Mapping[str, Any], with_paper: bool) -> dict[str, Any]:
         if with_paper:
             line[f"{name}, paper"] = row[f"{name}_paper"]
     if row["PPL"] is None and row["Avg"] is None:
-        line |= {key: ablations.plus_minus(*pair, digits=3) for key, pair in list(row["metrics"].items())[:6]}
+        for key, pair in list(row["metrics"].items())[:6]:
+            line[key] = ablations.plus_minus(*pair, digits=0 if key in counts else 3)
     return line
 
 
