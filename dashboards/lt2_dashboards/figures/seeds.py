@@ -89,12 +89,24 @@ def _values(group: list[tuple[str, float]]) -> list[float]:
     return [value for _, value in group]
 
 
+def _needed(rows: list[list[Any]], keys: list[str]) -> set[str]:
+    """Kinds, and the first of the other settings that tell rows apart: there is no room for what follows from them."""
+    told_apart = len({tuple(row[: len(keys)]) for row in rows})
+    kept = list(range(len(keys)))
+    for at in reversed([at for at, key in enumerate(keys) if not key.endswith(".type")]):
+        fewer = [other for other in kept if other != at]
+        if len({tuple(row[other] for other in fewer) for row in rows}) == told_apart:
+            kept = fewer
+    return {keys[at] for at in kept}
+
+
 def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, Any]:
     if not rows:
         return {"series": [], "empty": f"No run that matches has the result {metric!r}."}
-    names, labels = short_names(keys), []
+    names, labels, needed = short_names(keys), [], _needed(rows, keys)
     for row in rows:
-        label = ", ".join(f"{names[key]}={text}" for key, text in zip(keys, row) if text not in ("null", "not set"))
+        said = ((key, text) for key, text in zip(keys, row) if key in needed and text not in ("null", "not set"))
+        label = ", ".join(f"{names[key]}={text}" for key, text in said)
         label = label or "all settings"
         labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
     data, ends = [], []

@@ -156,3 +156,15 @@ def test_losses_with_and_without_what_mixers_add_are_told_apart(store):
     for found in (figure(store), figure(store, "curves", metric="loss", runs="gdn,dsa")):
         assert [note for note in found.notes if note.startswith("The loss of dsa holds more than cross entropy")]
     assert not [note for note in figure(store, metric="ce").notes if "holds more" in note]
+
+
+def test_a_configurations_label_has_no_more_settings_than_tell_it_apart(store):
+    for n_loops in (1, 2, 4):
+        for kind in ("gdn", "full"):
+            config = {"mixer": {"type": kind}, "loop_residual": n_loops > 1, "n_loops": n_loops}
+            with store.create_run(f"{kind}-{n_loops}", {"config": config}) as writer:
+                writer.log(1, {"loss": float(n_loops)})
+    found = figure(store)
+    labels = {f"type={kind}, n_loops={n_loops}" for kind in ("gdn", "full") for n_loops in (1, 2, 4)}
+    assert set(found.option["yAxis"]["data"]) == labels
+    assert "loop_residual" in found.columns  # the table has all
