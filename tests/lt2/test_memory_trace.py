@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from lt2.config import ModelConfig
+from lt2.distill.align import Forced
 from lt2.distill.kl import TopK, chunked_topk_kl
 from lt2.memory import LiveStorages, plan_memory
 from lt2.model import build
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
 from lt2.train.loss import chunked_cross_entropy
+from lt2.train.optim import freeze
 
 L, ROWS = 16, 2
 N = ROWS * L
@@ -98,11 +100,13 @@ def test_a_distillations_loss_holds_as_many_loops_as_count(supervision, used):
 
 
 def left_by_a_forward_pass(config, train, bf16):
-    model = build(config).train()
+    model, objective = build(config).train(), train.objective
+    freeze(model, lambda name: objective.lr_scale(name, config))
     parallel.wrap_blocks(model, recompute=train.recompute)
+    force = Forced(config.layout.attention, objective.loss) if objective.type == "align" else None
     ids = torch.zeros(ROWS, L, dtype=torch.int64)
     with LiveStorages() as live, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        output = model(ids)
+        output = model(ids, force=force)
         assert output is not None
         return live.live
 
@@ -126,6 +130,18 @@ def test_a_loop_more_leaves_what_its_units_keep(fields, precision, recompute):
 def test_of_shared_keys_a_gradient_for_the_loop_before_waits_in_every_layer():
     plain, shares = (traced(model_config(uniform(FULL), **fields)).loss.state for fields in ({}, SHARES))
     assert (plain, shares) == (STATE, 3 * STATE)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("fields", [{}, {"norm_each_loop": True, "loop_residual": False}], ids=["residual", "norm"])
+def test_a_loop_more_of_alignment_leaves_what_its_units_keep(fields, recompute):
+    both = {"type": "kept", "attention": FULL, "mixer": LA, "kept": [1], "both": True}
+    settings = {"objective": {"type": "align"}, "activation_checkpoint": recompute}
+    train = TrainConfig.model_validate({"steps": 1, "global_batch_size": ROWS, **settings})
+    three, four = (model_config(both, n_loops=n, **fields) for n in (3, 4))
+    plan = traced(four, **settings)
+    more, less = (left_by_a_forward_pass(config, train, False) for config in (four, three))
+    assert sum(unit.kept for unit in plan.table[2]) + plan.end.kept == pytest.approx(more - less, rel=0, abs=16)
 
 
 @pytest.mark.parametrize("fields", [{}, {"norm_each_loop": True, "loop_residual": False}], ids=["residual", "norm"])
