@@ -127,9 +127,11 @@ def test_a_step_that_is_saved_or_on_its_way_is_not_saved_again(made, async_save)
         disk.free.clear()
     state = at(saver, 3)
     saver.on_checkpoint(state, MODEL, OPTIMIZER)  # that somebody asked for at this very step
+    at(saver, 5)  # nor another beside it
     disk.free.set()
     saver.settle(state)
     assert disk.tries == [3]
+    assert saver.pending is None
 
 
 def test_a_due_step_waits_for_its_evaluation(made):
@@ -156,6 +158,9 @@ def test_an_outcome_is_heard_at_the_next_logged_step_and_the_state_is_of_then(ma
     saver.on_step(state, {})
     assert saver.pending is None
     assert [(each["step"], each["checkpoint"][-2:]) for each in said] == [(4, "/4")]
+    saver.on_end(at(saver, 8))
+    assert saver.pending is None
+    assert disk.tries == [4, 8]
 
 
 def test_reports_are_seconds_apart_but_for_the_last(made):
