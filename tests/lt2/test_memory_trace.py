@@ -190,3 +190,38 @@ def test_live_storages_counts_a_storage_once_and_only_while_it_lives():
         assert live.live == 40
         del other
     assert (live.live, live.peak) == (0, 120)
+
+
+def test_auto_is_bf16_on_cuda_alone():
+    config = model_config(uniform(FULL))
+
+    def plan(device, precision):
+        train = TrainConfig(steps=1, global_batch_size=ROWS, precision=precision)
+        return plan_memory(config, train, L, device_type=device)
+
+    assert plan("cuda", "auto") == plan("cuda", "bf16") != plan("cuda", "fp32")
+    assert plan("cpu", "auto") == plan("cpu", "fp32") != plan("cpu", "bf16")
+
+
+def test_a_smaller_last_micro_batch_finds_gradients_that_wait():
+    config = model_config(uniform(FULL), dim=512)  # whose weights outweigh all else
+    one, two = (
+        plan_memory(config, TrainConfig(steps=1, global_batch_size=rows, micro_batch_size=2), L, device_type="cpu")
+        for rows in (2, 3)
+    )
+    assert two.gradients > one.gradients
+
+
+def test_of_a_sharded_teacher_two_blocks_are_gathered_where_they_are_not_kept():
+    teacher = model_config(uniform(FULL))
+    kept = {"type": "kept", "attention": FULL, "mixer": LA, "kept": [1]}
+    student = teacher.model_copy(update={"layout": model_config(kept).layout})
+    settings = {"steps": 1, "global_batch_size": ROWS, "objective": {"type": "distill", "k": 4}}
+    asking = []
+    for keep in (True, False):
+        known = {}
+        train = TrainConfig.model_validate(settings | {"keep_gathered": keep})
+        plan_memory(student, train, L, workers=2, device_type="cpu", teacher=teacher, known=known)
+        asking += [plan.loss.asking for plan in known.values()]
+    block = 4 * sum(p.numel() for p in build(teacher).blocks[0].parameters())
+    assert asking[1] - asking[0] == 2 * block
