@@ -1,12 +1,14 @@
 """Memory and hours of a run on given cards, as `lt2 plan --card` prints them."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from lt2.analysis.accounting import find_card, forward_flops, mixer_flops, training_flops
+from lt2.analysis.accounting import CARD_BYTES, find_card, forward_flops, mixer_flops, training_flops
 from lt2.config import ConfigError, KeptLayout, ModelConfig
+from lt2.memory import OUTSIDE
 from lt2.train.config import TrainConfig
 from lt2_workflows.cli import app
 from lt2_workflows.cost import Hardware, Training, describe_cost, flops_per_token
@@ -75,6 +77,22 @@ def test_what_does_not_fit_names_what_would(described):
     never = described(model={"dim": 8192}, train={"global_batch_size": 2, "micro_batch_size": 2}, **small)
     assert never.endswith("DOES NOT FIT on these cards with any recomputation, even one sequence at a time; "
                           "use more or larger cards")  # fmt: skip
+
+
+def test_what_lies_outside_torch_counts_and_steps_that_are_done_do_not(monkeypatch):
+    model = ModelConfig.model_validate(MODEL | {"layout": {"type": "uniform", "mixer": {"type": "full"}}})
+    run, known = Training(model, TrainConfig.model_validate(TRAIN), L), {}
+    needed = run.memory(workers=1, known=known).total + OUTSIDE
+    for size, answer in ((needed, "yes"), (needed - 1, "NO")):
+        monkeypatch.setitem(CARD_BYTES, "L4", size)
+        text = describe_cost(run, Hardware("l4"), known)
+        assert re.search(rf"^block \(this run\) +[\d.]+ +{answer} ", text, re.MULTILINE)
+        assert ("DOES NOT FIT" in text) == (answer == "NO")
+    whole, half = (
+        float(re.search(r"^block .* ([\d.,]+)$", describe_cost(each, Hardware("l4"), known), re.MULTILINE)[1])
+        for each in (run, replace(run, done=500))
+    )
+    assert half == pytest.approx(whole / 2, abs=0.01)
 
 
 def test_policies_that_a_run_cannot_have_are_left_out(described):
