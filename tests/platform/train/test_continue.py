@@ -68,6 +68,11 @@ def test_an_interrupted_branch_goes_on_from_its_own_checkpoint(root):
     same_end(root, "stopped")
 
 
+def test_a_branch_of_another_checkpoint_is_another_run(root):
+    with pytest.raises(ConfigError, match=r"holds a run with another config \(sources.continue_from '"):
+        branch(root, place="trunk/checkpoints/step-00000002")
+
+
 def test_a_damaged_trunk_is_refused(root, tmp_path):
     shutil.copytree(root / "trunk/checkpoints/step-00000004", tmp_path / "step-00000004")
     (shard,) = (tmp_path / "step-00000004").glob("*.distcp")
