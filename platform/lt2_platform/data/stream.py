@@ -277,7 +277,7 @@ def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
                 if not put((item, None)):
                     return
             put((_END, None))
-        except Exception as error:  # whatever it is, it belongs to the consumer
+        except BaseException as error:  # also a panic of the tokenizer, which is no Exception: the consumer would wait
             put((_END, error))
 
     def consume() -> Iterator[Any]:

@@ -284,14 +284,20 @@ def test_read_ahead_keeps_order_and_stays_within_its_depth():
     assert list(ahead) == list(range(5, 20))
 
 
-def test_read_ahead_raises_the_sources_error_after_its_items():
+class Panic(BaseException):
+    """What Rust's panics are in Python, those of tokenizers too."""
+
+
+@pytest.mark.timeout(30)  # an error that is lost leaves the reader waiting
+@pytest.mark.parametrize("kind", [ConfigError, Panic])
+def test_read_ahead_raises_the_sources_error_after_its_items(kind):
     def source():
         yield 1
-        raise ConfigError("shard 3 is damaged")
+        raise kind("shard 3 is damaged")
 
     ahead = read_ahead(source(), depth=2)
     assert next(ahead) == 1
-    with pytest.raises(ConfigError, match="shard 3 is damaged"):
+    with pytest.raises(kind, match="shard 3 is damaged"):
         next(ahead)
 
 
