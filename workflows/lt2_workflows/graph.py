@@ -72,11 +72,13 @@ class StepConfig(Config):
 class Place:
     """A file or folder outside the workflow that a config names: which of its fields, where, and how to see what is
     wrong with it. `look(uri)` raises ConfigError or a storage's error; it is cheap, and called in any thread.
+    `version(uri)`, as cheap, gives a digest of each part that is read, so that a change is told later.
     """
 
     field: str
     uri: str
     look: Callable[[str], object]
+    version: Callable[[str], Mapping[str, str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A typo in the last step's path must not show after the first steps' hours.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import os
@@ -74,7 +75,7 @@ def places_of(config: StepConfig, context: StepContext) -> Iterator[Place]:
         value = getattr(config, name)
         for kind in get_args(field.annotation) if isinstance(value, str) else ():
             if inspect.isclass(kind) and issubclass(kind, Ref) and kind.accepts in LOOKS:
-                yield Place(name, value, LOOKS[kind.accepts])
+                yield Place(name, value, LOOKS[kind.accepts], VERSIONS.get(kind.accepts))
     more = STEP_TYPES[config.type].places
     if more is not None:
         yield from more(config, context)
@@ -152,3 +153,26 @@ LOOKS: dict[str, Callable[[str], object]] = {
     "pack": _pack,
     "teacher_topk": _top_k,
 }
+
+
+def _dataset_version(uri: str) -> dict[str, str]:
+    return {"the dataset": str(_dataset(uri).get("fingerprint"))}
+
+
+def _checkpoint_version(uri: str) -> dict[str, str]:
+    """Of the one that is meant, which is another once its run has trained on."""
+    return {"the checkpoint": _last_written(_checkpoint(uri), "checkpoint")}
+
+
+def _top_k_version(uri: str) -> dict[str, str]:
+    return {"the top-k": _last_written(uri, "teacher_topk")}
+
+
+def _last_written(uri: str, kind: str) -> str:
+    from lt2_platform.storage import Storage
+
+    return hashlib.sha256(Storage(uri).read_bytes(LAST_WRITTEN[kind])).hexdigest()
+
+
+# Of a pack only the tasks that are asked count: see task_inputs.
+VERSIONS = {"dataset": _dataset_version, "checkpoint": _checkpoint_version, "teacher_topk": _top_k_version}

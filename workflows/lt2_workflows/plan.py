@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from lt2.config import ConfigError
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext
-from lt2_workflows.engine.records import step_state
+from lt2_workflows.engine.records import read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, NotKnownYetError, StepConfig, Workflow
 from lt2_workflows.inputs import conflicts, problems
+from lt2_workflows.outside import changes
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -50,6 +51,9 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
                     raise
                 text = f"not known: {error}"
             lines.append(f"  {'':<{width}}  {text}")
+        done = read_done(storage, step) if known["state"] == "done" else None
+        if done is not None and (stale := changes(context, done.get("read", {}))):
+            lines.append(f"  {'':<{width}}  {stale}")
     if missing:
         lines += ["", f"NOT FOUND from here ({os.getcwd()}); `lt2 run` needs:", *(f"  {line}" for line in missing)]
     return "\n".join(lines)

@@ -133,7 +133,7 @@ def run_attempt(
         emit({"event": "stopping"})
 
     threading.Thread(target=announce, name="stopping", daemon=True).start()
-    code, error, result = _work(StepContext(storage, workflow, step, progress, _stop))
+    code, error, made = _work(StepContext(storage, workflow, step, progress, _stop))
 
     # From here on nothing may interrupt, and no thread of ours may touch the records behind our back.
     _ignore_signals()
@@ -143,7 +143,7 @@ def run_attempt(
     state |= {"state": STATES[code], "ended": time.time(), "error": error}
     try:
         if code == DONE:
-            done = {"attempt": number, "ended": state["ended"], "result": result, "provenance": state["provenance"]}
+            done = {"attempt": number, "ended": state["ended"], **made, "provenance": state["provenance"]}
             patiently(lambda: storage.create_exclusive(f"{step.folder}/done.json", json_bytes(done)))
         patiently(lambda: storage.write_json(f"{folder}/state.json", state))
         patiently(save_log)
@@ -155,10 +155,14 @@ def run_attempt(
 
 
 def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
-    """(exit code, error, result) of the step's function."""
+    """(exit code, error, result of the step's function and what it read)."""
+    from lt2_workflows.outside import note
+
     config = context.step.config
     try:
-        return DONE, None, _storable(STEP_TYPES[config.type].run(config, context), context.step.name)
+        read = note(context)  # before the step reads it: what changes meanwhile has changed since
+        result = _storable(STEP_TYPES[config.type].run(config, context), context.step.name)
+        return DONE, None, {"result": result, "read": read}
     except KeyboardInterrupt as stop:
         return INTERRUPTED, str(stop) or "stopped by a signal", {}
     except (Exception, SystemExit) as failure:

@@ -26,6 +26,7 @@ from lt2_workflows.engine.local_ray import ray_head, unanswered
 from lt2_workflows.engine.records import TTL_S, Events, Watch, describe_holder, read_done, release_for, write_workflow
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
 from lt2_workflows.inputs import check_inputs
+from lt2_workflows.outside import changes
 from lt2_workflows.provenance import drift, provenance
 
 if TYPE_CHECKING:
@@ -230,9 +231,11 @@ def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Ou
         return Outcome("done", done["attempt"], log=log)
     changed, outdated = drift(done["provenance"], provenance()), STEP_TYPES[step.config.type].outdated
     stale = ""
-    if outdated is not None and driver.workflow.part_of is None:  # not once for every trial of a sweep
+    if driver.workflow.part_of is None:  # not once for every trial of a sweep
         context = StepContext(driver.storage, driver.workflow, step, lambda values: None)
-        stale = driver.ask(partial(outdated, step.config, context))
+        stale = changes(context, done.get("read", {}))
+        if outdated is not None:
+            stale = stale or driver.ask(partial(outdated, step.config, context))
     driver.tell(step, "skipped", attempt=done["attempt"], result=done["result"], drift=changed, stale=stale)
     return Outcome("skipped", done["attempt"], log=log)
 

@@ -77,7 +77,7 @@ def lease_path(folder: str, attempt: int) -> str:
 
 
 def read_done(storage: Storage, step: Step) -> dict[str, Any] | None:
-    """The done record {"attempt", "ended", "result", "provenance"}, or None while the step is unfinished."""
+    """The done record {"attempt", "ended", "result", "read", "provenance"}, or None while the step is unfinished."""
     return read_record(storage, f"{step.folder}/done.json")
 
 

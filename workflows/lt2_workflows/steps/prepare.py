@@ -21,6 +21,7 @@ from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import NotKnownYetError, Place, StepConfig, step_type
+from lt2_workflows.outside import USED_AS_IT_IS
 from lt2_workflows.steps.refs import DatasetRef
 
 
@@ -74,10 +75,7 @@ def input_changes(config: PrepareStep, context: StepContext) -> str:
     ]
     if not told:
         return ""
-    return (
-        f"{'; '.join(told)}. The dataset and what was made of it are used as they are; "
-        "another name of what has changed, or another --storage, begins anew"
-    )
+    return f"{'; '.join(told)}. The dataset and what was made of it {USED_AS_IT_IS}"
 
 
 def _if_in_reach(changes: Callable[[], list[str]]) -> list[str]:

@@ -7,7 +7,7 @@ from functools import partial
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
-from lt2_workflows.graph import Place, Ref
+from lt2_workflows.graph import Place, Ref, digest
 
 
 def packs_of(tasks: Sequence[TaskConfig], field: str, pack: Ref | str | None = None) -> Iterator[Place]:
@@ -22,8 +22,9 @@ def packs_of(tasks: Sequence[TaskConfig], field: str, pack: Ref | str | None = N
             continue
         place = task.pack or pack or ""
         if not isinstance(place, Ref):
-            look = partial(_look_for_tasks, names=suite_tasks(task.suite, task.tasks))
-            yield Place(f"{field}.{index}.pack" if task.pack or pack is None else "pack", place, look)
+            names = suite_tasks(task.suite, task.tasks)
+            look, version = partial(_look_for_tasks, names=names), partial(_tasks_version, names=names)
+            yield Place(f"{field}.{index}.pack" if task.pack or pack is None else "pack", place, look, version)
 
 
 def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
@@ -32,6 +33,14 @@ def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
     if not pack:
         raise ConfigError(f"there is no pack to take {', '.join(names)} from; give one (`lt2 pack build`)")
     require(pack, names)
+
+
+def _tasks_version(pack: str, names: Sequence[str]) -> dict[str, str]:
+    """Of the items that are asked; others may be added to a pack."""
+    from lt2_platform.evaluate.harness.packs import read_manifest
+
+    tasks = read_manifest(pack)["tasks"]
+    return {name: digest([tasks[name].get(key) for key in ("format", "splits")]) for name in names if name in tasks}
 
 
 def first_by_training(tasks: Sequence[TaskConfig]) -> int | None:

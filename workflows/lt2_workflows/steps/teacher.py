@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lt2.config import ConfigError, ModelConfig
+from lt2_platform.data.sources.listing import version_of
 from lt2_platform.data.tokenize import load_tokenizer
 from lt2_workflows.console import amount
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
-from lt2_workflows.graph import Place, Resources, StepConfig, step_type
+from lt2_workflows.graph import Place, Resources, StepConfig, digest, step_type
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
 
@@ -47,9 +48,15 @@ def _look_for_ouro(folder: str) -> None:
         raise ConfigError(f"teacher folder {folder} has no config.json; give that of an Ouro checkpoint")
 
 
+def _ouro_version(folder: str) -> dict[str, str]:
+    """Of its files' sizes and some blocks of each: weights are too large to be read at every run."""
+    files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".json", ".safetensors"))
+    return {path.name: digest(version_of(str(path), sampled=True)) for path in files}
+
+
 def ouro_places(config: ImportOuroStep, context: StepContext) -> Iterator[Place]:
     """The model's folder, and the tokenizer's file in it or elsewhere."""
-    yield Place("folder", config.folder, _look_for_ouro)
+    yield Place("folder", config.folder, _look_for_ouro, _ouro_version)
     if config.tokenizer is None:
         if Path(config.folder, "config.json").is_file():
             yield Place("folder", str(Path(config.folder, "tokenizer.json")), load_tokenizer)

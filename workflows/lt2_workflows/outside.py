@@ -1,0 +1,45 @@
+"""What a step reads from outside its workflow: noted in its done record, and compared when it is skipped later.
+
+Only what its identity knows by a path alone: what other steps made has an identity, and resources have no part in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from lt2.config import ConfigError
+from lt2_platform.storage_errors import STORAGE_ERRORS
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.inputs import places_of
+
+USED_AS_IT_IS = "are used as they are; another name of what has changed, or another --storage, begins anew"
+
+
+def note(context: StepContext) -> dict[str, dict[str, str]]:
+    """By each place as the config names it, digests of what of it is read: {"packs/a": {"arc_easy": "3f…"}}.
+
+    Left out is what is out of reach: a step that needs it says so, and a finished one does not need it.
+    """
+    found: dict[str, dict[str, str]] = {}
+    with suppress(ConfigError, *STORAGE_ERRORS):
+        for place in places_of(context.step.config, context):
+            if place.version is not None and not place.field.startswith("resources."):
+                with suppress(ConfigError, *STORAGE_ERRORS):
+                    found.setdefault(place.uri, {}).update(place.version(place.uri))
+    return found
+
+
+def changes(context: StepContext, noted: Mapping[str, Mapping[str, str]]) -> str:
+    """In one line what is no longer as `noted`; "" for nothing."""
+    now = note(context) if noted else {}
+    told = [
+        f"{part} in {uri} {'has other content' if part in now[uri] else 'is gone'}"
+        for uri, parts in noted.items()
+        for part, digest in parts.items()
+        if now.get(uri) and now[uri].get(part) != digest
+    ]
+    if not told:
+        return ""
+    more = f" and {len(told) - 1:,} more" if len(told) > 1 else ""
+    return f"WHAT IT READ HAS CHANGED since: {told[0]}{more}. Its result and what was made of it {USED_AS_IT_IS}"
