@@ -6,6 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lt2.layout import loops_text
+
 LOWER_IS_BETTER = {"perplexity", "ppl"}
 LEFT_OUT = {"loss", "flops_per_token", "mean_loops"}
 NOT_SCORES = ("teacher_kl", "_tokens_per_s", "context_cut", "empty_", "continuation_too_long", "not_a_number")
@@ -18,8 +20,12 @@ def retention_rows(
     "retention"}}.
 
     retention is the student's score over the teacher's, turned round where lower is better, and None where the
-    teacher has 0: nothing can be kept of it. Chance is not subtracted.
+    teacher has 0: nothing can be kept of it. Chance is not subtracted. A task that was asked at several depths is named
+    with each.
     """
+    depths: dict[str, set[tuple[Any, ...]]] = {}
+    for row in teacher:
+        depths.setdefault(row["task"], set()).add(_depth(row))
     found = {name: {_key(row): float(row["value"]) for row in rows} for name, rows in students.items()}
     table = []
     for row in teacher:
@@ -29,12 +35,21 @@ def retention_rows(
         value = float(row["value"])
         scores = {name: values[_key(row)] for name, values in found.items() if _key(row) in values}
         kept = {name: {"value": score, "retention": retained(metric, value, score)} for name, score in scores.items()}
-        table.append({"task": row["task"], "metric": metric, "teacher": value, "students": kept})
+        task = row["task"] if len(depths[row["task"]]) == 1 else f"{row['task']}, {_depth_text(row)}"
+        table.append({"task": task, "metric": metric, "teacher": value, "students": kept})
     return table
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["task"], row["metric"], row.get("n_loops"), row.get("early_exit")
+    return row["task"], row["metric"], *_depth(row)
+
+
+def _depth(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row.get("n_loops"), row.get("early_exit")
+
+
+def _depth_text(row: Mapping[str, Any]) -> str:
+    return loops_text(row["n_loops"]) + ", early exit" * bool(row.get("early_exit"))
 
 
 def is_score(metric: str) -> bool:
@@ -61,7 +76,8 @@ def draw(rows: Sequence[Mapping[str, Any]], students: Sequence[str], title: str)
         at = [index - 0.4 + width * (place + 0.5) for index in range(len(shown))]
         axes.bar(at, [100 * (share or 0) for share in shares], width, label=name)
     axes.axhline(100, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(shown)), [f"{row['task']}\n{row['metric']}" for row in shown], fontsize=8)
+    names = [f"{row['task']}\n{row['metric']}".replace(", ", "\n") for row in shown]
+    axes.set_xticks(range(len(shown)), names, fontsize=8)
     axes.set_ylabel("% of the teacher")
     axes.set_title(title, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=len(students))

@@ -48,6 +48,8 @@ def test_a_student_is_compared_at_the_teachers_depth():
     teacher = [at(0.5, 2, False), at(0.6, 4, False), at(0.8, 4, True)]
     found = retention_rows(teacher, {"a": [at(0.4, 4, True), at(0.3, 4, False), at(0.2, 1, False)]})
     assert [row["students"].get("a", {}).get("retention") for row in found] == [None, 0.5, 0.5]
+    assert [row["task"] for row in found] == ["t, 2 loops", "t, 4 loops", "t, 4 loops, early exit"]
+    assert [row["task"] for row in retention_rows(teacher[1:2], {})] == ["t"]
 
 
 def test_bars_are_percent_of_the_teacher_beside_each_other(monkeypatch):
@@ -59,9 +61,14 @@ def test_bars_are_percent_of_the_teacher_beside_each_other(monkeypatch):
 
     monkeypatch.setattr(Axes, "bar", drawn)
     kept = {"a": {"retention": 0.5, "value": 1.0}, "b": {"retention": None, "value": 0.0}}
-    rows = [{"task": "t", "metric": "acc", "students": kept}, {"task": "u", "metric": "acc", "students": {}}]
+    rows = [{"task": "t, 4 loops", "metric": "acc", "students": kept}, {"task": "u", "metric": "acc", "students": {}}]
+    named, ticks = [], Axes.set_xticks
+    monkeypatch.setattr(
+        Axes, "set_xticks", lambda axes, at, names, **how: (named.extend(names), ticks(axes, at, names))
+    )
     draw(rows, ["a", "b"], "title")
     assert bars == [("a", [50.0]), ("b", [0])]  # of what nobody has a share there is no bar
+    assert named == ["t\n4 loops\nacc"]
 
 
 @pytest.fixture(scope="module")
