@@ -81,6 +81,15 @@ def test_a_users_mixer_from_elsewhere_is_brought_in(tmp_path):
     assert (work / source).read_text() == MIXER
 
 
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
+    """Python takes it for what its first line says; it is looked through for secrets as text."""
+    file = tmp_path / "packed.py"
+    file.write_bytes(b"# coding: latin-1\n" + MIXER.encode() + "# größer".encode("latin-1"))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match=r"packed\.py is not UTF-8 \(byte \d+\); save it as that"):
+        pack(with_mixer(str(file)), tmp_path / "out")
+
+
 def test_a_file_beside_the_recipe_hides_nothing_by_finding_itself(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")  # as python -m and PYTHONPATH=. have it

@@ -48,7 +48,7 @@ def pack(workflow: Workflow, folder: Path) -> dict[str, Any]:
     if record["recipe_file"]:
         record["recipe_file"] = _copy(Path(record["recipe_file"]), work, Path("recipes"))
     (work / RECORD).write_bytes(json_bytes(record))
-    refuse_secrets({str(path.relative_to(work)): path.read_text() for path in work.rglob("*") if path.is_file()})
+    refuse_secrets({str(path.relative_to(work)): path.read_text("utf-8") for path in work.rglob("*") if path.is_file()})
     return {
         "working_dir": str(work),
         "py_modules": [str(code / name) for name in PACKAGES],
@@ -102,9 +102,14 @@ def _copy(path: Path, work: Path, parent: Path) -> str:
     # Ray puts the working directory on sys.path: a stat.py in it would keep every worker from starting.
     if parent == Path() and _hides_a_module(path):
         raise ConfigError(f"{path} hides the module {path.stem!r} on the cluster; rename it or put it in a folder")
+    data = path.read_bytes()
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as that") from None
     target = work / parent / path.name
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(path, target)
+    target.write_bytes(data)
     return str(parent / path.name)
 
 
