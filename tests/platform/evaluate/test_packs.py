@@ -1,6 +1,8 @@
 """Evaluation packs: built from files and `datasets` folders, checked when read, clear about what is missing."""
 
 import json
+import re
+from contextlib import nullcontext
 
 import datasets
 import pyarrow as pa
@@ -206,6 +208,19 @@ def test_many_bad_rows_are_counted():
     table = pa.Table.from_pylist([{"query": "q", "choices": ["a", "b"], "gold": 3}] * 9)
     with pytest.raises(ConfigError, match=r"^here row 0: the .*row 4: [^;]*; and 4 more \(rows count from 0\)"):
         answers.check_rows("mine", "choices", table, "here")
+
+
+def test_rows_that_allow_answers_of_several_lengths_are_named():
+    row = {"query": "q", "outputs": ["7"], "max_length": 9}
+    for lengths, said in {
+        (8, 8, 8): "",
+        (8, 16, 8): "row 1: max_new_tokens 16, and row 0 has 8: a task has one (rows",
+        (8, None): "row 1: max_new_tokens None is no number above 0 (rows",
+        (0, 0): "row 0: max_new_tokens 0 is no number above 0; row 1",
+    }.items():
+        table = pa.Table.from_pylist([row | {"max_new_tokens": length} for length in lengths])
+        with pytest.raises(ConfigError, match=re.escape(f"here {said}")) if said else nullcontext():
+            answers.check_rows("mine", "needles", table, "here")
 
 
 def test_splits_whose_answers_are_secret_are_left_out(tmp_path):

@@ -89,7 +89,8 @@ def labelled(task: str, format: str, tables: Mapping[str, pa.Table], source: str
 
 
 def check_rows(task: str, format: str, rows: pa.Table, where: str) -> None:
-    """Raise ConfigError, beginning with `where`, for items without choices or whose answer is empty or none of them."""
+    """Raise ConfigError, beginning with `where`, for items without choices or whose answer is empty or none of them,
+    and for answers that may be of different lengths."""
     found = [f"row {index}: {problem}" for index, problem in _problems(task, format, rows)]
     if found:
         more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
@@ -114,6 +115,7 @@ def _problems(task: str, format: str, table: pa.Table) -> Iterator[tuple[int, st
                 yield index, f"{column} {answers!r} is no list of answers"
             elif not all(isinstance(answer, str) and answer.strip() for answer in found):
                 yield index, f"an answer of {column} {answers!r} is empty"
+        yield from _lengths(table)
         return
     read = _reader(task, format)
     if read is None:
@@ -130,6 +132,16 @@ def _problems(task: str, format: str, table: pa.Table) -> Iterator[tuple[int, st
             yield index, f"a choice of {list(choices)} is empty"
         elif gold is None or not 0 <= gold < len(choices):
             yield index, f"the answer {answer!r} is none of the {len(choices)} choices"
+
+
+def _lengths(table: pa.Table) -> Iterator[tuple[int, str]]:
+    """What is wrong with the column that says how long answers may be: a task has one length."""
+    lengths = table["max_new_tokens"].to_pylist() if "max_new_tokens" in table.column_names else []
+    for index, length in enumerate(lengths):
+        if type(length) is not int or length < 1:
+            yield index, f"max_new_tokens {length!r} is no number above 0"
+        elif length != lengths[0]:
+            yield index, f"max_new_tokens {length}, and row 0 has {lengths[0]}: a task has one"
 
 
 def _items(read: Callable[[Row], Item], table: pa.Table) -> Iterator[Item | None]:
