@@ -115,7 +115,8 @@ def test_answers_that_are_dropped_meanwhile_are_not_missed(tmp_path, monkeypatch
     other.forget_others()  # no reason to end an evaluation that has its numbers
 
 
-def test_the_code_of_an_answer_is_the_model_library_and_what_reads_its_answers():
+def test_the_code_of_an_answer_is_the_model_library_and_what_reads_weights_and_answers():
     paths = {path.as_posix() for root in code.ROOTS for path in ([root] if root.is_file() else root.rglob("*.py"))}
-    for name in ("lt2/model.py", "lt2/ops/scan.py", "harness/scoring.py", "evaluate/tasks.py", "data/tokenize.py"):
+    ours = ("lt2/model.py", "lt2/ops/scan.py", "harness/scoring.py", "evaluate/tasks.py")
+    for name in (*ours, "data/tokenize.py", "train/checkpoints/shards.py"):
         assert any(path.endswith(name) for path in paths), name

@@ -13,8 +13,14 @@ from lt2.packages import version_of
 from lt2_platform.source_files import python_sources
 
 _PLATFORM = Path(__file__).parents[2]
-ROOTS = (Path(lt2.__file__).parent, _PLATFORM / "evaluate", _PLATFORM / "data" / "tokenize.py")
-"""Files and folders whose Python can change what a model answers to given tokens, or how that is read."""
+ROOTS = (
+    Path(lt2.__file__).parent,
+    _PLATFORM / "evaluate",
+    _PLATFORM / "data" / "tokenize.py",
+    _PLATFORM / "train" / "checkpoints",
+)
+"""Files and folders whose Python can change what weights are read, what a model answers to given tokens, or how that is
+read."""
 
 PACKAGES = ("torch", "triton", "flash-linear-attention", "flash-attn", "transformers", "tokenizers", "tiktoken")
 
