@@ -261,6 +261,14 @@ def test_recall_is_asked_within_2048_tokens_with_the_answer_and_the_prompt(tmp_p
     assert read.endswith(prompt)
 
 
+def test_choices_have_no_use_for_a_length_of_answers(tmp_path):
+    rows = [{"query": "which?", "choices": ["a", "b"], "gold": 0, "max_new_tokens": 8}]
+    pack = str(tmp_path / "pack")
+    record = packs.build(pack, write(tmp_path / "data", mine=rows))["tasks"]["mine"]
+    config = HarnessConfig(pack=pack, tasks=("mine",))
+    assert definitions.define("mine", record, config, ByteTokenizer()).task.OUTPUT_TYPE == "multiple_choice"
+
+
 def test_rows_of_another_release_are_named_when_a_pack_is_built(tmp_path):
     rows = [{"article": "a", "question": "q", "options": ["x"], "answer": "A"}]
     with pytest.raises(ConfigError, match="race: the rows have no problems, .*they have answer, article, options"):

@@ -70,7 +70,7 @@ def define(
     window = WINDOW - framing(config, chat, tokenizer)
     if record["format"] == "cloze":
         data = {part: cut_cloze(rows, tokenizer, window) for part, rows in data.items()}
-    if "max_new_tokens" in data[split].column_names:
+    if "generation_kwargs" in settings and "max_new_tokens" in data[split].column_names:
         settings["generation_kwargs"] = settings["generation_kwargs"] | {
             "max_gen_toks": data[split][0]["max_new_tokens"]
         }
