@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
-from lt2.config import ConfigError, ModelConfig
+from lt2.config import ConfigError, ModelConfig, explain
 from lt2.init import init_weights
 from lt2.interop.requests import LoopedCache, looped, packed_documents, valid_tokens
 from lt2.model import Block, LoopedLM
@@ -74,7 +75,11 @@ class LT2Config(PreTrainedConfig):
 
     @property
     def looped(self) -> ModelConfig:
-        return ModelConfig.model_validate(self.lt2)
+        """Raises ConfigError for what this LT2 cannot read, e.g. a mixer of one's own whose file is not there."""
+        try:
+            return ModelConfig.model_validate(self.lt2)
+        except ValidationError as error:
+            raise ConfigError(explain(error, f"{self.name_or_path or 'config'}: lt2")) from None
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_config_round_trip_and_public_names(tmp_path: Path):
     assert loaded.looped == config()
     assert (loaded.vocab_size, loaded.hidden_size, loaded.num_hidden_layers, loaded.num_loops) == (23, 16, 2, 3)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "lt2"
+
+
+def test_a_mixer_whose_file_is_not_there_is_named_in_one_line(tmp_path: Path):
+    LT2Config.of(config(FULL)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    stored["lt2"]["layout"]["mixer"] = {"type": "mine", "source": "no/such/mine.py"}
+    path.write_text(json.dumps(stored))
+    place = re.escape(f"{tmp_path}: lt2: layout.uniform.mixer: source 'no/such/mine.py' does not exist")
+    with pytest.raises(ConfigError, match=rf"^{place}[^\n]*$"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 def test_from_config_starts_from_our_initial_weights():
