@@ -15,6 +15,7 @@ from lt2_platform.evaluate.ablations import FLOPS
 from lt2_platform.evaluate.student import mean_std, welch
 
 DRAWN = 20  # configurations, the best ones: labels of more would lie on each other
+TELLS_LITTLE = ("ffn_hidden", "data.fingerprint")  # what sweeps match sizes by, and a hash
 LOWER_IS_BETTER = re.compile(
     r"loss|ppl|perplexity|kl|^ce$|grad_norm|_time|wait|stall|bytes|memory|spikes|flops", re.IGNORECASE
 )
@@ -32,8 +33,7 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     if found.refused:
         return Figure(f"{metric} by configuration", {"series": [], "empty": found.refused}, ["runs", metric], list)
     keys = [key for key in found.varying if key.rpartition(".")[2] not in SEEDS][:MAX_AXES]
-    # What sweeps match sizes by, and a hash that tells nobody anything: labels are cut at their end.
-    keys.sort(key=lambda key: key.endswith(("ffn_hidden", "data.fingerprint")))
+    keys.sort(key=lambda key: key.endswith(TELLS_LITTLE))  # labels are cut at their end
     settings = settings_of(snapshot, [run for run, _ in runs], keys)
     sign = 1 if LOWER_IS_BETTER.search(metric) else -1
     groups = sorted(_groups(snapshot, runs).values(), key=lambda group: sign * (mean_std(_values(group))[0] or 0.0))
@@ -90,13 +90,20 @@ def _values(group: list[tuple[str, float]]) -> list[float]:
 
 
 def _needed(rows: list[list[Any]], keys: list[str]) -> set[str]:
-    """Kinds, and the first of the other settings that tell rows apart: there is no room for what follows from them."""
-    told_apart = len({tuple(row[: len(keys)]) for row in rows})
+    """Kinds, and the first of the other settings that tell rows apart: there is no room for what follows from them.
+
+    Others follow from what tells little, too (the width that a ratio was matched by), but are not left out for it.
+    """
+
+    def told_apart(columns: list[int]) -> int:
+        return len({tuple(row[at] for at in columns) for row in rows})
+
     kept = list(range(len(keys)))
     for at in reversed([at for at, key in enumerate(keys) if not key.endswith(".type")]):
-        fewer = [other for other in kept if other != at]
-        if len({tuple(row[other] for other in fewer) for row in rows}) == told_apart:
-            kept = fewer
+        little = keys[at].endswith(TELLS_LITTLE)
+        others = [other for other in kept if other != at and (little or not keys[other].endswith(TELLS_LITTLE))]
+        if told_apart(others) == told_apart([*others, at]):
+            kept.remove(at)
     return {keys[at] for at in kept}
 
 
@@ -106,7 +113,8 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
     names, labels, needed = short_names(keys), [], _needed(rows, keys)
     for row in rows:
         said = ((key, text) for key, text in zip(keys, row) if key in needed and text not in ("null", "not set"))
-        label = ", ".join(f"{names[key]}={text}" for key, text in said)
+        # A kind says by itself what it is of, and there is little room: "hybrid, full, gdn, ratio=1:4".
+        label = ", ".join(text if key.endswith(".type") else f"{names[key]}={text}" for key, text in said)
         label = label or "all settings"
         labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
     data, ends = [], []
@@ -125,7 +133,7 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
             "data": labels,
             "inverse": True,
             "splitLine": {"show": True},
-            "axisLabel": {"width": 340, "overflow": "truncate"},
+            "axisLabel": {"width": 420, "overflow": "truncate"},
         },
         "series": [*whiskers(metric, ends, 0), points(metric, data, 0, symbolSize=10, z=4)],
         "tooltip": {"trigger": "item"},

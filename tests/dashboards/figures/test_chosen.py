@@ -165,6 +165,14 @@ def test_a_configurations_label_has_no_more_settings_than_tell_it_apart(store):
             with store.create_run(f"{kind}-{n_loops}", {"config": config}) as writer:
                 writer.log(1, {"loss": float(n_loops)})
     found = figure(store)
-    labels = {f"type={kind}, n_loops={n_loops}" for kind in ("gdn", "full") for n_loops in (1, 2, 4)}
+    labels = {f"{kind}, n_loops={n_loops}" for kind in ("gdn", "full") for n_loops in (1, 2, 4)}
     assert set(found.option["yAxis"]["data"]) == labels
     assert "loop_residual" in found.columns  # the table has all
+
+
+def test_a_setting_is_not_left_out_for_the_width_that_was_matched_by_it(store):
+    for name, ratio, width in (("a", "1:1", 134), ("b", "1:4", 128), ("c", "1:6", 127), ("wide", "1:6", 145)):
+        with store.create_run(name, {"config": {"layout": {"ratio": ratio}, "ffn_hidden": width}}) as writer:
+            writer.log(1, {"loss": 1.0})
+    labels = figure(store).option["yAxis"]["data"]
+    assert {"ratio=1:1, ffn_hidden=134", "ratio=1:6, ffn_hidden=127", "ratio=1:6, ffn_hidden=145"} < set(labels)

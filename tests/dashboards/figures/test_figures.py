@@ -134,7 +134,7 @@ def test_settings_are_in_the_order_of_their_numbers_and_told_by_their_last_parts
         "loss": None,
     }
     best, *_, worst = draw(FIGURES["seeds"], Source(str(tmp_path)), {}).option["yAxis"]["data"]
-    assert sorted(best.split(", ")) == ["layout.type=of la", "mixer.type=la", "steps=1000"]
+    assert sorted(best.split(", ")) == ["la", "of la", "steps=1000"]
     assert "steps" not in worst
 
 
