@@ -107,6 +107,6 @@ def weights_per_layer(config: ModelConfig) -> list[list[MixerConfig]]:
     return [list(specs.values()) for specs in found]
 
 
-def loops_text(count: int) -> str:
-    """A depth in words: '1 loop', '4 loops'."""
-    return f"{count} loop" + "s" * (count != 1)
+def loops_text(count: int, early_exit: bool | None = False) -> str:
+    """A depth in words: '1 loop', '4 loops', '4 loops, early exit'."""
+    return f"{count} loop" + "s" * (count != 1) + ", early exit" * bool(early_exit)

@@ -54,9 +54,11 @@ def create_app(root: str | None, access: Access) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(there)])
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=4)
     app.add_middleware(Guard, access=access)
-    for kind, status in ((ConfigError, 400), (NotThereError, 404)):
-        answered = lambda request, error, status=status: JSONResponse({"error": str(error)}, status)  # noqa: E731
-        app.add_exception_handler(kind, answered)
+
+    def mistaken(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": str(error)}, 404 if isinstance(error, NotThereError) else 400)
+
+    app.add_exception_handler(ConfigError, mistaken)
 
     def not_a_number(request: Request, error: Exception) -> Response:
         (first, *_) = cast(RequestValidationError, error).errors()

@@ -35,7 +35,7 @@ def retention_rows(
         value = float(row["value"])
         scores = {name: values[_key(row)] for name, values in found.items() if _key(row) in values}
         kept = {name: {"value": score, "retention": retained(metric, value, score)} for name, score in scores.items()}
-        task = row["task"] if len(depths[row["task"]]) == 1 else f"{row['task']}, {_depth_text(row)}"
+        task = row["task"] if len(depths[row["task"]]) == 1 else f"{row['task']}, {loops_text(*_depth(row))}"
         table.append({"task": task, "metric": metric, "teacher": value, "students": kept})
     return table
 
@@ -46,10 +46,6 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _depth(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row.get("n_loops"), row.get("early_exit")
-
-
-def _depth_text(row: Mapping[str, Any]) -> str:
-    return loops_text(row["n_loops"]) + ", early exit" * bool(row.get("early_exit"))
 
 
 def is_score(metric: str) -> bool:

@@ -152,14 +152,9 @@ def p_text(p_value: float | None) -> str:
 
 def counts(rows: Sequence[Mapping[str, Any]]) -> set[str]:
     """Of the `metrics` of rows those that count something (stages passed, steps): whole in all of them."""
-    pairs: dict[str, list[tuple[float | None, float | None]]] = {}
-    for row in rows:
-        for name, pair in row["metrics"].items():
-            pairs.setdefault(name, []).append(pair)
-    whole = {
-        name: [float(value or 0).is_integer() for pair in found for value in pair] for name, found in pairs.items()
-    }
-    return {name for name, of_all in whole.items() if all(of_all)}
+    pairs = [item for row in rows for item in row["metrics"].items()]
+    broken = {name for name, pair in pairs if not all(float(value or 0).is_integer() for value in pair)}
+    return {name for name, _ in pairs} - broken
 
 
 def plus_minus(mean: float | None, spread: float | None, digits: int = 2) -> str:

@@ -87,7 +87,7 @@ def run_tasks(
     for depth in depths(model, loops):
         view = depth.view(model).eval()
         for name, task in named(tasks):
-            context.progress({"message": f"{name}, {loops_text(depth.n_loops)}" + (", early exit" * depth.early_exit)})
+            context.progress({"message": f"{name}, {loops_text(depth.n_loops, depth.early_exit)}"})
             with Spent(view) as spent, torch.inference_mode():
                 found = task.run(view, replace(context, out=f"{context.out}/{name}/{depth.name}"))
             if not isinstance(found, Iterable) or isinstance(found, Mapping | str):

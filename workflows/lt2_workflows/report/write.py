@@ -256,7 +256,8 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
         yield from ablations.paper_table(sweep["paper"]).notes
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     if names:
-        digits = {name: 0 if name in ablations.counts(rows) else 4 for name in names}
+        whole = ablations.counts(rows)
+        digits = {name: 0 if name in whole else 4 for name in names}
         more = [
             [label]
             + [ablations.plus_minus(*row["metrics"].get(name, (None, None)), digits=digits[name]) for name in names]
