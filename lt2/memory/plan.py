@@ -17,7 +17,7 @@ from lt2.memory.walk import Loss, Memory, Unit, Walk, Weights
 from lt2.model import LoopedLM
 from lt2.ops import outline
 from lt2.train import parallel
-from lt2.train.config import Recompute, TrainConfig
+from lt2.train.config import MuonConfig, Recompute, TrainConfig
 from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig, ObjectiveConfig
 from lt2.train.optim import freeze
 
@@ -133,6 +133,7 @@ def _plan(
         keep=keep,
         itemsize=dtype.itemsize,
         tied=config.tie_embeddings,
+        muon=(2 if device_type == "cuda" else 4) if isinstance(train.optimizer, MuonConfig) else 0,
     )
     walk.add(teacher=traced.teacher)
     walk.run(traced.table, traced.start, traced.end, traced.loss, traced.state, recompute=recompute)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt2.model import LoopedLM
+from lt2.train.muon import matrices_in_blocks
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one worker at the step's peak, by what they are for. All but `total` add up to it.
 
-    parameters: fp32 weights; teacher: a distillation's teacher, with what is gathered of it; optimizer: AdamW's
+    parameters: fp32 weights; teacher: a distillation's teacher, with what is gathered of it; optimizer: its
     moments; gradients; gathered: blocks gathered from all workers; activations: what backward waits with, and a
     teacher's states; workspace: of the unit that runs at the peak.
     """
@@ -61,7 +62,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of elements: of all parameters, by block, and of those that learn."""
+    """Numbers of elements: of all parameters, by block, and of those that learn; of `matrices`, and the (rows, columns)
+    of their largest, those that Muon would take."""
 
     all: int
     blocks: list[int]
@@ -70,10 +72,14 @@ class Weights:
     largest: int
     head: int
     embedding: int
+    matrices: int
+    largest_matrix: tuple[int, int]
 
     @classmethod
     def of(cls, model: LoopedLM) -> Weights:
         learning = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in matrices_in_blocks(model) if p.requires_grad]
+        rows, columns = max((p.shape for p in matrices), key=lambda shape: shape.numel(), default=(0, 0))
         return cls(
             all=sum(p.numel() for p in model.parameters()),
             blocks=[sum(p.numel() for p in block.parameters()) for block in model.blocks],
@@ -82,20 +88,25 @@ class Weights:
             largest=max((p.numel() for p in learning), default=0),
             head=model.head_weight.numel() if model.head_weight.requires_grad else 0,
             embedding=model.embed.weight.numel() if model.embed.weight.requires_grad else 0,
+            matrices=sum(p.numel() for p in matrices),
+            largest_matrix=(rows, columns),
         )
 
 
 class Walk:
     """shards: workers that hold a part each; keep: gathered blocks stay; itemsize: of what is gathered; waiting:
-    whether gradients of earlier micro-batches wait for this one's."""
+    whether gradients of earlier micro-batches wait for this one's; muon: bytes of an element while Muon
+    orthogonalises it, 0 under AdamW."""
 
     def __init__(
-        self, weights: Weights, *, waiting: bool, sharded: bool, shards: int, keep: bool, itemsize: int, tied: bool
-    ):
+        self, weights: Weights, *, waiting: bool, sharded: bool, shards: int, keep: bool, itemsize: int, tied: bool,
+        muon: int = 0,
+    ):  # fmt: skip
         self.weights, self.sharded, self.shards, self.keep = weights, sharded, shards, keep
-        self.waiting, self.itemsize, self.tied = waiting, itemsize, tied
+        self.waiting, self.itemsize, self.tied, self.muon = waiting, itemsize, tied, muon
         self.now = self.peak = Memory()
-        self.add(parameters=4 * weights.all // shards, optimizer=8 * weights.learning // shards)
+        moments = 8 * weights.learning - (4 * weights.matrices if muon else 0)
+        self.add(parameters=4 * weights.all // shards, optimizer=moments // shards)
 
     def add(self, **changes: int) -> None:
         self.now = replace(self.now, **{name: getattr(self.now, name) + value for name, value in changes.items()})
@@ -128,7 +139,7 @@ class Walk:
         self.look(self.weights.embedding * self.itemsize)  # its gradient
         everything = 4 * self.weights.learning // self.shards
         self.now = replace(self.now, activations=0, gathered=0, gradients=everything)
-        self.look(2 * 4 * self.weights.largest // self.shards)  # AdamW's temporaries
+        self.look(max(2 * 4 * self.weights.largest // self.shards, self._orthogonalising()))
 
     def _forward(self, table: list[list[Unit]], end: Unit, loss: Loss, state: int, recompute: str) -> None:
         for loop, row in enumerate(table):
@@ -168,6 +179,11 @@ class Walk:
             self.add(gradients=whole // self.shards - unit.gradients - (whole if self.waiting else 0))
         elif self.waiting and summed:
             self.add(gradients=-unit.gradients)
+
+    def _orthogonalising(self) -> int:
+        """Bytes beside what stays: a matrix as parts (sent, received), as it was and will be, and two Gram matrices."""
+        small, large = sorted(self.weights.largest_matrix)
+        return self.muon * ((4 if self.sharded else 3) * small * large + 2 * small * small)
 
     def _gather(self, numel: int, *, of_block: bool = False) -> None:
         if self.sharded and (self.keep or not of_block):

@@ -22,6 +22,23 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what torch's generators take, and a rank's number more
 
 
+class AdamWConfig(Config):
+    """AdamW for every weight (the paper's), with `betas` and `weight_decay`."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class MuonConfig(Config):
+    """Muon for matrices inside blocks and AdamW for the rest, at one `lr` and `weight_decay`; see lt2.train.muon."""
+
+    type: Literal["muon"] = "muon"
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    newton_schulz_steps: int = Field(default=5, gt=0)
+
+
+AnyOptimizer = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
+
+
 class TrainConfig(Config):
     """How to train. Batch sizes count sequences; `global_batch_size` stays the same for any number of workers.
 
@@ -39,6 +56,7 @@ class TrainConfig(Config):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: AnySchedule = CosineSchedule()
+    optimizer: AnyOptimizer = AdamWConfig()
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_all: bool = False

@@ -1,12 +1,16 @@
-"""AdamW with the usual exemptions from weight decay."""
+"""AdamW, or Muon with AdamW, with the usual exemptions from weight decay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from lt2.train.config import AnyOptimizer, MuonConfig
+from lt2.train.muon import Muon, matrices_in_blocks
 
 # Decaying these pulls gates and time constants towards values that mean nothing (A_log = 0 is a decay of e^-1).
 NO_DECAY_NAMES = frozenset({"A_log", "dt_bias", "rho"})
@@ -23,21 +27,25 @@ def param_groups(
     weight_decay: float,
     decay_all: bool = False,
     lr_scale: Callable[[str], float] | None = None,
-) -> list[dict]:
-    """AdamW groups of the trainable parameters, split by weight decay; `decay_all` is the paper's decay-everything.
+    matrices: Collection[nn.Parameter] = (),
+) -> list[dict[str, Any]]:
+    """Groups of the trainable parameters, split by weight decay; `decay_all` is the paper's decay-everything.
 
     lr_scale: of a parameter's name, what its learning rate is multiplied by (see `set_lr`). Sharded and replicated
-    parameters get separate groups: torch's multi-tensor kernels reject a mixture of the two.
+    parameters get separate groups: torch's multi-tensor kernels reject a mixture of the two. So do `matrices`, whose
+    groups have "matrices" true.
     """
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
         decay = weight_decay if decay_all or decays(name, parameter) else 0.0
         scale = 1.0 if lr_scale is None else lr_scale(name)
-        groups.setdefault((decay, scale, isinstance(parameter, DTensor)), []).append(parameter)
+        key = (decay, scale, isinstance(parameter, DTensor), parameter in matrices)
+        groups.setdefault(key, []).append(parameter)
     return [
-        {"params": params, "weight_decay": decay, "lr_scale": scale} for (decay, scale, _), params in groups.items()
+        {"params": params, "weight_decay": decay, "lr_scale": scale, "matrices": together}
+        for (decay, scale, _, together), params in groups.items()
     ]
 
 
@@ -61,6 +69,40 @@ def adamw(
     groups = param_groups(model.named_parameters(), weight_decay=weight_decay, decay_all=decay_all, lr_scale=lr_scale)
     fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def muon(
+    model: nn.Module,
+    *,
+    lr: float,
+    momentum: float = 0.95,
+    newton_schulz_steps: int = 5,
+    weight_decay: float = 0.1,
+    decay_all: bool = False,
+    lr_scale: Callable[[str], float] | None = None,
+    **adamw_options: Any,
+) -> Muon:
+    """Muon over trainable matrices in `model.blocks`, AdamW (betas, eps) over the rest; build it after sharding."""
+    groups = param_groups(
+        model.named_parameters(),
+        weight_decay=weight_decay,
+        decay_all=decay_all,
+        lr_scale=lr_scale,
+        matrices=matrices_in_blocks(model),
+    )
+    for group in groups:
+        if group["matrices"]:
+            group |= {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
+    fused = all(p.is_cuda for group in groups for p in group["params"])
+    return Muon(groups, lr=lr, weight_decay=weight_decay, fused=fused, **adamw_options)
+
+
+def build_optimizer(model: nn.Module, config: AnyOptimizer, **settings: Any) -> torch.optim.Optimizer:
+    """What `train.optimizer` names; settings as of `adamw`."""
+    if isinstance(config, MuonConfig):
+        chosen = {"momentum": config.momentum, "newton_schulz_steps": config.newton_schulz_steps}
+        return muon(model, **chosen, **settings)
+    return adamw(model, **settings)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -17,7 +17,7 @@ from lt2.model import build
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
 from lt2.train.loop import Batch, TrainState, autocast_dtype, train
-from lt2.train.optim import adamw, freeze
+from lt2.train.optim import build_optimizer, freeze
 
 L, D = 128, 128
 
@@ -50,7 +50,7 @@ def allocated_peak(run):
 
 
 def measured(config, settings, teacher=None, topk=None):
-    """Weights and the allocator's peak in two steps of the loop, on this rank; the second has AdamW's moments."""
+    """Weights and the allocator's peak in two steps of the loop, on this rank; the second has moments."""
     model = build(config)
     freeze(model, lambda name: settings.objective.lr_scale(name, config))
     parallel.wrap_blocks(model, recompute=settings.recompute)
@@ -64,7 +64,7 @@ def measured(config, settings, teacher=None, topk=None):
         ranks = dist.get_world_size()
         if asked is not None:
             parallel.shard(asked, mesh, param_dtype=dtype, keep=settings.keep_gathered)
-    optimizer = adamw(model, lr=1e-4)
+    optimizer = build_optimizer(model, settings.optimizer, lr=1e-4)
     generator = torch.Generator().manual_seed(0)
     shape = (settings.global_batch_size // ranks, L + 1)
     batch = Batch(torch.randint(0, config.vocab_size, shape, generator=generator))
@@ -118,6 +118,10 @@ CASES = {
         {"objective": {"type": "exit_gate"}, "activation_checkpoint": True},
     ),
     "act": ({"n_loops": 4, "halting": {"type": "act"}}, {}),
+    "muon": ({"n_loops": 4}, {"optimizer": {"type": "muon"}, "activation_checkpoint": True}),
+    "weights above all, muon": (
+        {"mixer": "full", "dim": 512}, {"optimizer": {"type": "muon"}, "global_batch_size": 1}
+    ),
 }  # fmt: skip
 
 
@@ -136,6 +140,7 @@ RANK_CASES = {
     "bf16": {"precision": "bf16", "activation_checkpoint": True},
     "resharded": {"activation_checkpoint": "loop", "keep_gathered": False},
     "exit gate": {"activation_checkpoint": True, "objective": {"type": "exit_gate"}},
+    "muon": {"activation_checkpoint": True, "optimizer": {"type": "muon"}},
 }
 
 

@@ -16,7 +16,7 @@ GB = 1e9
 PURPOSES = {
     "parameters": "weights, fp32",
     "teacher": "the teacher's weights",
-    "optimizer": "AdamW's moments, fp32",
+    "optimizer": "the optimizer's moments, fp32",
     "gradients": "gradients",
     "gathered": "gathered weights",
     "activations": "activations",

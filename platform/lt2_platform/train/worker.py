@@ -24,7 +24,7 @@ from lt2.model import LoopedLM, build
 from lt2.ops.dispatch import startup_problems
 from lt2.train import parallel
 from lt2.train.loop import Batch, NonFiniteLossError, PreemptedError, TrainConfig, TrainState, autocast_dtype, train
-from lt2.train.optim import adamw, freeze
+from lt2.train.optim import build_optimizer, freeze
 from lt2.train.schedules import learning_rate
 from lt2_platform.data.stream import read_ahead
 from lt2_platform.distill.teacher import load_teacher
@@ -132,8 +132,9 @@ def _train(
     keep = _keeps_gathered(model_config, config, device, dataset.seq_len, sources.teacher)
     model, sharding = _build_model(model_config, config, device, dataset.seq_len, keep=keep, start=start)
     teacher = None if sources.teacher is None else load_teacher(sources.teacher, config, device, keep=keep)
-    optimizer = adamw(
+    optimizer = build_optimizer(
         model,
+        config.optimizer,
         lr=config.lr,
         betas=config.betas,
         weight_decay=config.weight_decay,

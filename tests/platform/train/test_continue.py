@@ -55,6 +55,16 @@ def test_a_branch_ends_as_the_run_that_never_stopped(root):
     assert checkpoints(root / "trunk") == ["step-00000002", "step-00000004"]  # it is only read
 
 
+def test_momenta_of_muon_go_on_too(tmp_path):
+    write_dataset(tmp_path / "data")
+    trunk(tmp_path, optimizer={"type": "muon"})
+    worker.run(open_run(tmp_path, pretrain_config(steps=7, schedule=COOL, optimizer={"type": "muon"}), "whole"))
+    worker.run(branch(tmp_path, optimizer={"type": "muon"}))
+    same_end(tmp_path, "branch")
+    with pytest.raises(ConfigError, match=r"was trained with train.optimizer 'muon'; set that, or `start` begins"):
+        branch(tmp_path, name="other")
+
+
 def test_workers_read_the_checkpoint_that_was_meant_when_the_run_began(root):
     assert branch(root, name="meant").sources == {"continue_from": str(root / "trunk/checkpoints/step-00000004")}
 
@@ -133,3 +143,6 @@ def test_what_a_checkpoint_can_be_gone_on_from(root):
     assert "holds weights only" in told(replace(info, train={}))
     other = json.loads(json.dumps(info.train)) | {"objective": {"type": "exit_gate"}}
     assert "was trained with train.objective 'exit_gate'" in told(replace(info, train=other))
+    older = {key: value for key, value in info.train.items() if key != "optimizer"}  # of before there was a choice
+    check_continues(replace(info, train=older), model_config(), train_config(), TOKENIZER, "f" * 64)
+    assert "was trained with train.optimizer 'adamw'" in told(optimizer={"type": "muon"})

@@ -22,13 +22,15 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[s
 
 
 def allocate_moments(model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
-    """Give AdamW the empty moments that a fresh one lacks, for every parameter whose moments were saved."""
+    """Give an optimizer the empty moments that a fresh one lacks, for every parameter whose moments were saved."""
     fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for name, p in _trained(model, optimizer):
         if f"optimizer.{name}.exp_avg" in saved:
             device = p.device if p in fused else torch.device("cpu")
             step = torch.zeros((), dtype=torch.float32, device=device)
             optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        elif f"optimizer.{name}.momentum_buffer" in saved:
+            optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p)}
 
 
 def generators() -> dict[str, Tensor]:

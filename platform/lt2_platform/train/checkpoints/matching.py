@@ -73,6 +73,7 @@ def check_continues(
     lanes = [("global_batch_size", info.train.get("global_batch_size"), train.global_batch_size)] if live else []
     for field, theirs, ours in (
         ("seed", info.train.get("seed"), train.seed),
+        ("optimizer", (info.train.get("optimizer") or {"type": "adamw"})["type"], train.optimizer.type),
         ("objective", (info.train.get("objective") or {}).get("type"), train.objective.type),
         *lanes,
     ):

@@ -15,7 +15,7 @@ from lt2.model import build
 from lt2.train import parallel
 from lt2.train.loop import Batch, TrainState
 from lt2.train.loss import next_token_objective
-from lt2.train.optim import adamw
+from lt2.train.optim import adamw, muon
 from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity, matching, retention, shards
@@ -24,12 +24,12 @@ from tests.platform.train.packed import TOKENIZER, model_config
 from tests.ranks import run_ranks
 
 
-def trained(seed=0, steps=1):
+def trained(seed=0, steps=1, make=adamw):
     """A model and optimizer some steps from their beginning, sharded when there are ranks."""
     model = build(model_config(), seed=seed)
     mesh = parallel.data_mesh("cpu")
     sharding = parallel.shard(model, mesh) if mesh is not None else None
-    optimizer = adamw(model, lr=1e-2)
+    optimizer = make(model, lr=1e-2)
     for step in range(steps):
         tokens = torch.randint(0, 23, (2, 9), generator=torch.Generator().manual_seed(step))
         with parallel.micro_step(sharding, last=True):
@@ -66,12 +66,13 @@ def assert_same(left, right):
         assert torch.equal(value, right[name]), name
 
 
-def test_load_restores_weights_moments_state_and_rng_bit_for_bit(tmp_path):
-    model, optimizer = trained()
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_load_restores_weights_moments_state_and_rng_bit_for_bit(tmp_path, make):
+    model, optimizer = trained(make=make)
     torch.manual_seed(7)
     uri = save(tmp_path, model, optimizer)
     drawn = torch.rand(3)
-    other, fresh = trained(seed=1, steps=0)
+    other, fresh = trained(seed=1, steps=0, make=make)
     torch.manual_seed(8)
     state = checkpoint.load(uri, other, fresh)
     assert state == TrainState(step=1, position=8, tokens=96, loss=1.5)
@@ -90,29 +91,30 @@ def test_a_weight_that_has_no_moments_yet_gets_none(tmp_path):
     assert_same(contents(model, optimizer), contents(other, fresh))
 
 
-def rank_save_and_load(folder):
-    model, optimizer = trained(steps=2)
+def rank_save_and_load(folder, make):
+    model, optimizer = trained(steps=2, make=make)
     torch.manual_seed(dist.get_rank())
     uri = save(folder, model, optimizer)
     saved, draw = contents(model, optimizer), torch.rand(2)
-    return uri, saved, draw, *rank_load(uri)
+    return uri, saved, draw, *rank_load(uri, make)
 
 
-def rank_load(uri):
-    model, optimizer = trained(seed=3, steps=0)
+def rank_load(uri, make):
+    model, optimizer = trained(seed=3, steps=0, make=make)
     torch.manual_seed(99)
     checkpoint.load(uri, model, optimizer)
     return contents(model, optimizer), torch.rand(2)
 
 
-def test_two_ranks_save_what_one_and_two_ranks_load(tmp_path):
-    ranks = run_ranks(rank_save_and_load, 2, str(tmp_path))
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_two_ranks_save_what_one_and_two_ranks_load(tmp_path, make):
+    ranks = run_ranks(rank_save_and_load, 2, str(tmp_path), make)
     uri, saved = ranks[0][:2]
     for _, _, draw, loaded, draw_again in ranks:
         assert_same(saved, loaded)
         assert torch.equal(draw, draw_again)  # each rank has its own generator back
     assert sorted(path.name for path in Path(uri).glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-    model, optimizer = trained(seed=3, steps=0)
+    model, optimizer = trained(seed=3, steps=0, make=make)
     checkpoint.load(uri, model, optimizer)
     assert_same(saved, contents(model, optimizer))
 
@@ -120,7 +122,7 @@ def test_two_ranks_save_what_one_and_two_ranks_load(tmp_path):
 def test_one_process_saves_what_two_ranks_load(tmp_path):
     model, optimizer = trained()
     uri = save(tmp_path, model, optimizer)
-    (first, _), (second, draw) = run_ranks(rank_load, 2, uri)
+    (first, _), (second, draw) = run_ranks(rank_load, 2, uri, adamw)
     assert_same(contents(model, optimizer), first)
     assert_same(first, second)
     assert torch.equal(draw, torch.rand(2, generator=torch.Generator().manual_seed(99)))  # rank 1 keeps its own
