@@ -72,7 +72,7 @@ def plain_prepare(corpus: Path, tokenizer_path: str, out: Path) -> int:
 
 def _plain_encoder(path: str) -> tuple[Callable[[list[str]], list], int]:
     if path.endswith(".tiktoken"):
-        from lt2_platform.data.tokenize import load_tokenizer
+        from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 
         loaded = load_tokenizer(path)
         return loaded.encode_batch, loaded.eos_id  # building a tiktoken encoding is not what is measured

@@ -95,7 +95,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     turns = Turns(job["side"], Path(job["folder"]), spec.train["steps"], dist.get_rank())
     report = None
     if job["side"] == "ray":
-        from lt2_platform.train.trainer import report_to_ray as report
+        from lt2_platform.train.on_ray.trainer import report_to_ray as report
     return worker.run(spec, report=report, callbacks=[turns])
 
 

@@ -22,7 +22,7 @@ from lt2.config import CacheSpec, Dims, MixerConfig
 from lt2.layers import GatedRMSNorm, ShortConv, l2_normalise, mask_padding
 from lt2.mixer_configs.delta import delta_rule_flops
 from lt2.mixers.recurrent import init_decay, log_decay
-from lt2.ops.gated_delta import gated_delta_rule
+from lt2.ops.recurrence.gated_delta import gated_delta_rule
 from lt2.sequence import SequenceInfo
 
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from lt2.cache import LayerCache
 from lt2.layers import l2_normalise, mask_padding
-from lt2.ops.gated_delta import gated_delta_rule
-from lt2.ops.gated_linear import gated_linear_attention
-from lt2.ops.step import recurrent_step_
+from lt2.ops.recurrence.gated_delta import gated_delta_rule
+from lt2.ops.recurrence.gated_linear import gated_linear_attention
+from lt2.ops.recurrence.step import recurrent_step_
 from lt2.sequence import SequenceInfo
 
 

@@ -16,9 +16,9 @@ from lt2.generate import generate
 from lt2.mixer_configs.delta import delta_rule_flops
 from lt2.mixer_configs.linear import linear_attention_flops
 from lt2.model import build
-from lt2.ops import chunking
-from lt2.ops.gated_delta import gated_delta_rule
-from lt2.ops.gated_linear import gated_linear_attention
+from lt2.ops.recurrence import chunking
+from lt2.ops.recurrence.gated_delta import gated_delta_rule
+from lt2.ops.recurrence.gated_linear import gated_linear_attention
 from tests.lt2.tiny import FULL, HYBRID, config, model, tokens
 
 

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from lt2_platform.data.pack import IGNORED, frame
 from lt2_platform.data.sources.configs import OpenThoughtsConfig
 from lt2_platform.data.sources.documents import Fault, conversation
-from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_tokenizer
 from lt2_platform.data.units import encode_documents
 
 MARKERS = {

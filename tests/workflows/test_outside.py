@@ -7,7 +7,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
 from lt2_workflows.console import describe
 from lt2_workflows.engine import executor

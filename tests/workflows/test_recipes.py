@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.harness.suites import UPSTREAM
+from lt2_platform.evaluate.harness.tasks.suites import UPSTREAM
 from lt2_platform.storage import Storage
 from lt2_workflows.loading import load_workflow, shipped_recipes
 from lt2_workflows.plan import describe_plan

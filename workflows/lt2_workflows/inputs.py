@@ -133,7 +133,7 @@ def _checkpoint(uri: str) -> Any:
 
 
 def _pack(uri: str) -> Any:
-    from lt2_platform.evaluate.harness.packs import read_manifest
+    from lt2_platform.evaluate.harness.tasks.packs import read_manifest
 
     return read_manifest(uri)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_platform.data.manifest import MANIFEST
-from lt2_platform.data.tokenize import Tokenizer, describe
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, describe
 from lt2_platform.data.units import SPLITS
 from lt2_platform.storage import Storage
 

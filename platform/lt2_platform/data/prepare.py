@@ -34,7 +34,7 @@ from lt2_platform.data.sources.configs import (
 )
 from lt2_platform.data.sources.readers import bad_beginnings
 from lt2_platform.data.spread import some_ray, spread
-from lt2_platform.data.tokenize import Tokenizer, describe, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, describe, load_tokenizer
 from lt2_platform.data.units import SPLITS, Job, Unit, tokenize_unit
 from lt2_platform.storage import Storage, absolute
 

@@ -25,7 +25,7 @@ from lt2_platform.data.sources.configs import FileSource
 from lt2_platform.data.sources.documents import Document, Fault, Piece, text_of
 from lt2_platform.data.sources.listing import Slice, SourceFile, plan_units
 from lt2_platform.data.sources.readers import LEFT_OUT, read_rows, rows_before
-from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_tokenizer
 from lt2_platform.storage import Storage
 
 SPLITS = ("train", "validation")

@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_tokenizer
 from lt2_platform.evaluate.config import HeldOut
-from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.long_context import ruler
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.evaluate.validation import held_out_rows
 
 CONTINUATION = "continuation"

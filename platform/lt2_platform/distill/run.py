@@ -1,6 +1,6 @@
 """One stage of distillation, as a training run: the student's config, and where its weights and its teacher come from.
 
-Everything else (workers, data, resume, checkpoints, metrics, failures) is lt2_platform.train.trainer.pretrain's.
+Everything else (workers, data, resume, checkpoints, metrics, failures) is lt2_platform.train.on_ray.trainer.pretrain's.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def distill(
 
     where: out, run_id, num_workers, … as of `pretrain`.
     """
-    from lt2_platform.train.trainer import pretrain
+    from lt2_platform.train.on_ray.trainer import pretrain
 
     config, sources = plan_stage(run, teacher=teacher, data=data, student=student, topk=topk)
     return pretrain(config, data=data, sources=sources, **where)

@@ -15,7 +15,7 @@ from lt2.model import LoopedLM
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
 from lt2.train.loop import TrainState, autocast_dtype
-from lt2_platform.data.tokenize import describe, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import describe, load_tokenizer
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.train.checkpoints import checkpoint, integrity
 

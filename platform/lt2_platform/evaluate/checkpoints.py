@@ -14,7 +14,7 @@ from lt2.config import ConfigError
 from lt2.model import LoopedLM
 from lt2.packages import version_of
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
 from lt2_platform.evaluate.tasks import TaskContext, named, run_tasks
 from lt2_platform.json_values import finite

@@ -16,7 +16,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.layout import loops_text
 from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.config import TaskConfig, check_depths
 
 Task = TypeVar("Task", bound=TaskConfig)

@@ -17,7 +17,7 @@ from lt2.train.loop import Batch
 from lt2.train.loss import IGNORE, next_token_objective, next_token_targets
 from lt2.voting import mean_probability, voted_logprobs
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenize import Tokenizer, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_tokenizer
 from lt2_platform.evaluate.config import HeldOut, PerplexityConfig
 from lt2_platform.evaluate.tasks import TaskContext
 

@@ -13,7 +13,7 @@ from lt2_dashboards.figures import FIGURES, training
 from lt2_dashboards.figures.cost import PAPER_LAYOUTS, cache_bytes, mixing_flops
 from lt2_dashboards.figures.parts import paper as reference
 from lt2_dashboards.queries import Source
-from lt2_platform.evaluate.harness.suites import SUITES
+from lt2_platform.evaluate.harness.tasks.suites import SUITES
 from lt2_platform.evaluate.paper import long_context as paper_recall
 from lt2_platform.evaluate.paper.main_table import DOWNSTREAM
 from lt2_platform.results.store import ResultsStore

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lt2.analysis import theory
-from lt2.ops.gated_delta import gated_delta_rule
+from lt2.ops.recurrence.gated_delta import gated_delta_rule
 from tests.lt2.tiny import model
 
 

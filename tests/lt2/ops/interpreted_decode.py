@@ -13,10 +13,10 @@ from lt2.config import ModelConfig
 from lt2.decode import merge_projections
 from lt2.mixers.delta import GatedDeltaNet
 from lt2.model import build
-from lt2.ops.gated_delta import gated_delta_rule_step
-from lt2.ops.gated_linear import gated_linear_attention_step
 from lt2.ops.kernels.attention_decode import split_attention_decode
 from lt2.ops.kernels.recurrent_step import recurrent_step
+from lt2.ops.recurrence.gated_delta import gated_delta_rule_step
+from lt2.ops.recurrence.gated_linear import gated_linear_attention_step
 
 
 # Grouped queries, odd head sizes, lengths from 1 to the whole cache, and caches of one block and of several splits.

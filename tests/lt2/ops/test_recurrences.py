@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lt2 import ops
-from lt2.ops import chunking
+from lt2.ops.recurrence import chunking
 
 OPS = ["linear", "delta"]
 DECAYS = [None, "scalar", "channel"]

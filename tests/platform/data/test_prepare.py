@@ -18,7 +18,7 @@ from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.sources.listing import PIECE_BYTES
 from lt2_platform.data.spread import spread
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage import Storage
 

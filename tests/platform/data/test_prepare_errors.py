@@ -10,12 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data import cut, tokenize
+from lt2_platform.data import cut
 from lt2_platform.data import prepare as module
 from lt2_platform.data.folder import MARK
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.data.tokenizers import tokenize
 from lt2_platform.storage import Storage
 
 

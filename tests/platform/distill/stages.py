@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lt2_platform.data.tokenize import ByteTokenizer, describe
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, describe
 from lt2_platform.distill.run import DistillRun, plan_stage
 from lt2_platform.train import run_folder, worker
 from lt2_platform.train.checkpoints import checkpoint

@@ -7,10 +7,10 @@ from matplotlib.axes import Axes
 from lt2.config import ConfigError
 from lt2_platform.data import prepare
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.distill.items import continuations, make_pack
 from lt2_platform.distill.retention import draw, retention_rows
-from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.storage import Storage
 from tests.platform.data.corpora import in_turn

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.distill import teacher
 from lt2_platform.distill.teacher import load_teacher, store_ouro, tokenizer_files
 from lt2_platform.storage import Storage

@@ -14,8 +14,8 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.distill.topk import StoredTopK, store_top_k
 from lt2_platform.train.checkpoints import checkpoint
 from tests.platform.distill.stages import DISTILL, run_stage, write_teacher
+from tests.platform.train.on_ray.test_trainer import LOCAL
 from tests.platform.train.packed import SEQ_LEN, write_dataset
-from tests.platform.train.test_trainer import LOCAL
 from tests.platform.train.test_worker import losses
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

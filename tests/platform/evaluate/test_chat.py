@@ -11,11 +11,10 @@ import pytest
 from lm_eval.api.instance import Instance
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import ByteTokenizer, Tokenizer, describe, encode
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, Tokenizer, describe, encode
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.compare import compare
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.chat import TrainedChat
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.lm import HarnessLM
@@ -23,6 +22,7 @@ from lt2_platform.evaluate.harness.models import ModelSource
 from lt2_platform.evaluate.harness.recall import NEW_TOKENS, WINDOW
 from lt2_platform.evaluate.harness.run import evaluate
 from lt2_platform.evaluate.harness.scoring import Scored
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
 from tests.platform import chats
 from tests.platform.evaluate.items import choices, write

@@ -13,7 +13,7 @@ import torch
 from lt2.analysis.diagnostics import Reading, unrolled
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate import diagnostics
 from lt2_platform.evaluate.checkpoints import Evaluated
 from lt2_platform.evaluate.config import DiagnosticsConfig

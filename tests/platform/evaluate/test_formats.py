@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate.compare import compare
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import definitions, packs
 from lt2_platform.evaluate.harness.models import ModelSource
 from lt2_platform.evaluate.harness.run import evaluate
 from lt2_platform.evaluate.harness.scoring import Scored
-from lt2_platform.evaluate.harness.suites import SUITES, UPSTREAM
+from lt2_platform.evaluate.harness.tasks import definitions, packs
+from lt2_platform.evaluate.harness.tasks.suites import SUITES, UPSTREAM
 from lt2_platform.storage import Storage
 from tests.platform.evaluate.items import write
 

@@ -7,15 +7,15 @@ import torch
 from lm_eval.api.instance import Instance
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.compare import compare
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work, batched, cut
 from lt2_platform.evaluate.harness.lm import HarnessLM
 from lt2_platform.evaluate.harness.models import ModelSource
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Pair
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
 from tests.lt2.mixers.samples import config, shipped_types
 from tests.platform.evaluate.items import arc, choices, copa, nq, write

@@ -2,10 +2,11 @@
 
 import pytest
 
-from lt2_platform.evaluate.harness import code, packs
+from lt2_platform.evaluate.harness import code
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work
 from lt2_platform.evaluate.harness.models import ModelSource
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Pair
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
 from tests.platform.evaluate.items import copa, write
 from tests.platform.evaluate.test_harness import run
@@ -117,6 +118,6 @@ def test_answers_that_are_dropped_meanwhile_are_not_missed(tmp_path, monkeypatch
 
 def test_the_code_of_an_answer_is_the_model_library_and_what_reads_weights_and_answers():
     paths = {path.as_posix() for root in code.ROOTS for path in ([root] if root.is_file() else root.rglob("*.py"))}
-    ours = ("lt2/model.py", "lt2/ops/scan.py", "harness/scoring.py", "evaluate/tasks.py")
-    for name in (*ours, "data/tokenize.py", "train/checkpoints/shards.py"):
+    ours = ("lt2/model.py", "lt2/ops/recurrence/scan.py", "harness/scoring.py", "evaluate/tasks.py")
+    for name in (*ours, "data/tokenizers/tokenize.py", "train/checkpoints/shards.py"):
         assert any(path.endswith(name) for path in paths), name

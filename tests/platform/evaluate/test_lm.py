@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate.harness.lm import NEVER, HarnessLM
 from lt2_platform.evaluate.harness.votes import Voted
 

@@ -6,10 +6,9 @@ import pyarrow as pa
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.long_context import needles
 from lt2_platform.evaluate.harness.recall import (
     contains_all,
@@ -18,6 +17,7 @@ from lt2_platform.evaluate.harness.recall import (
     cut_to_window,
     document_and_prompt,
 )
+from lt2_platform.evaluate.harness.tasks import packs
 from tests.platform.evaluate.tiny import model, save
 
 TOKENIZER = ByteTokenizer()

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import ByteTokenizer
-from lt2_platform.evaluate.harness import answers, packs
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
+from lt2_platform.evaluate.harness import answers
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
 from tests.platform.evaluate.items import arc, choices, copa, piqa, write
 

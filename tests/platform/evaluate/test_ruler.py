@@ -8,13 +8,13 @@ import pyarrow as pa
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.long_context import ruler
 from lt2_platform.evaluate.harness.recall import contains_all, contains_any
-from lt2_platform.evaluate.harness.suites import SUITES
+from lt2_platform.evaluate.harness.tasks import packs
+from lt2_platform.evaluate.harness.tasks.suites import SUITES
 from tests.platform.evaluate.tiny import model, save
 
 TOKENIZER = ByteTokenizer()

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from lm_eval.api.instance import Instance
 
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_anything
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
-from lt2_platform.evaluate.harness.definitions import define
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.lm import HarnessLM
 from lt2_platform.evaluate.harness.models import ModelSource, load
+from lt2_platform.evaluate.harness.tasks import packs
+from lt2_platform.evaluate.harness.tasks.definitions import define
 from tests.platform.evaluate.items import arc, copa, piqa, write
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(3600)]

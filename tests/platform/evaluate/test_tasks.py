@@ -12,7 +12,7 @@ import torch
 from lt2.analysis.accounting import forward_flops
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import DiagnosticsConfig, PerplexityConfig, TaskConfig, ThroughputConfig
 from lt2_platform.evaluate.tasks import TaskContext, checked, depth_table, depths, named, proportion, run_tasks

@@ -12,15 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lt2.config import ConfigError
 from lt2.interop.export import export_checkpoint
-from lt2_platform.data.tokenize import ByteTokenizer, describe, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, describe, load_tokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_anything
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.chat import chat_of
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.lm import HarnessLM
 from lt2_platform.evaluate.harness.long_context import needles
 from lt2_platform.evaluate.harness.models import ModelSource, load
+from lt2_platform.evaluate.harness.tasks import packs
 from tests.platform.evaluate.items import arc, choices, nq, write
 from tests.platform.evaluate.tiny import model, save
 

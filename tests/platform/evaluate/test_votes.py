@@ -10,12 +10,12 @@ from lt2.analysis.accounting import forward_flops
 from lt2.layout import draw_layers
 from lt2.voting import drawn_models, vote_steps
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenize import ByteTokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.config import HarnessConfig, PerplexityConfig
-from lt2_platform.evaluate.harness import packs
-from lt2_platform.evaluate.harness.definitions import define
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Pair
+from lt2_platform.evaluate.harness.tasks import packs
+from lt2_platform.evaluate.harness.tasks.definitions import define
 from lt2_platform.evaluate.harness.votes import Voted, decided_by_vote
 from lt2_platform.storage import Storage
 from tests.platform.evaluate.items import arc, choices, write

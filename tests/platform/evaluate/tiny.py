@@ -11,7 +11,7 @@ from lt2.config import ModelConfig
 from lt2.model import LoopedLM, build
 from lt2.train.loop import TrainState
 from lt2.train.optim import adamw
-from lt2_platform.data.tokenize import ByteTokenizer, describe
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, describe
 from lt2_platform.train.checkpoints import checkpoint
 
 HYBRID = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}

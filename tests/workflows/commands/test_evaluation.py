@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import ByteTokenizer, describe
-from lt2_platform.evaluate.harness.suites import SUITES
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, describe
+from lt2_platform.evaluate.harness.tasks.suites import SUITES
 from lt2_platform.evaluate.paper.main_table import TASKS
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from lt2.config import ConfigError
 from lt2.interop.export import verify_certificate
-from lt2_platform.data.chat_template import FILE
-from lt2_platform.data.tokenize import describe, load_tokenizer
+from lt2_platform.data.tokenizers.chat_template import FILE
+from lt2_platform.data.tokenizers.tokenize import describe, load_tokenizer
 from lt2_platform.evaluate.checkpoints import evaluate_anything
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_workflows.cli import app
 from tests.platform import chats
 from tests.platform.evaluate.items import choices, write

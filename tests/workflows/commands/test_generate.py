@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from lt2.config import ConfigError
 from lt2.generate import generate
 from lt2_platform.data.sources.documents import Piece, end_of_answer, question, text_of
-from lt2_platform.data.tokenize import ByteTokenizer, describe, encode, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, describe, encode, load_tokenizer
 from lt2_platform.machine import memory
 from lt2_workflows.cli import app
 from lt2_workflows.commands.generate import Shown

@@ -14,8 +14,9 @@ from lt2_platform.distill import measure
 from lt2_platform.evaluate.validation import held_out_rows
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import run_folder, trainer, worker
+from lt2_platform.train import run_folder, worker
 from lt2_platform.train.checkpoints.checkpoint import load_model, resolve
+from lt2_platform.train.on_ray import trainer
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.inputs import problems

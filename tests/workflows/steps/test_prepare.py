@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models
 
 from lt2.config import ConfigError, load_source
 from lt2_platform.data.sources.listing import describe, files_of
-from lt2_platform.data.tokenize import describe as describe_tokenizer
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import describe as describe_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.storage import Storage
 from lt2_workflows.console import describe as line
 from lt2_workflows.engine.attempt import StepContext

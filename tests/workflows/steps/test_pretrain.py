@@ -4,7 +4,7 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.storage import Storage
-from lt2_platform.train import trainer
+from lt2_platform.train.on_ray import trainer
 from lt2_workflows.console import amount
 from lt2_workflows.cost import Training, flops_per_token
 from lt2_workflows.engine.attempt import StepContext

@@ -205,7 +205,7 @@ def paper_table(
 def harness_config(suite: str, **fields: Any) -> HarnessConfig:
     """Raises ConfigError for a suite that is not there."""
     from lt2_platform.evaluate.config import HarnessConfig
-    from lt2_platform.evaluate.harness.suites import suite_tasks
+    from lt2_platform.evaluate.harness.tasks.suites import suite_tasks
 
     key, equals, names = suite.partition("=")
     if equals and key == "tasks":

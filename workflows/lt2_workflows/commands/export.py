@@ -28,7 +28,7 @@ def export(
     from lt2.config import ConfigError
     from lt2.interop.export import export_checkpoint
     from lt2.layout import loops_text
-    from lt2_platform.data.tokenizer_json import write_tokenizer_json
+    from lt2_platform.data.tokenizers.tokenizer_json import write_tokenizer_json
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model
 
@@ -76,9 +76,9 @@ def export(
 
 def write_chat_template(template: str, tokenizer_file: str, files: Path) -> tuple[list[int], str]:
     """Add it to the tokenizer's files; returns at which tokens an answer ends, and what to tell the user."""
-    from lt2_platform.data.chat_template import FILE, add_chat_template
     from lt2_platform.data.sources.documents import end_of_answer
-    from lt2_platform.data.tokenize import load_tokenizer
+    from lt2_platform.data.tokenizers.chat_template import FILE, add_chat_template
+    from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_file)
     end = end_of_answer(template)

@@ -12,7 +12,7 @@ from lt2_workflows.commands.models import check_template, find_checkpoint
 
 if TYPE_CHECKING:
     from lt2_platform.data.sources.documents import Piece
-    from lt2_platform.data.tokenize import Tokenizer
+    from lt2_platform.data.tokenizers.tokenize import Tokenizer
 
 
 def generate(
@@ -47,7 +47,7 @@ def generate(
     from lt2.generate import generate as continue_tokens
     from lt2.layout import loops_text
     from lt2_platform.data.sources.documents import end_of_answer, question
-    from lt2_platform.data.tokenize import encode, load_tokenizer
+    from lt2_platform.data.tokenizers.tokenize import encode, load_tokenizer
     from lt2_platform.data.units import encode_documents
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model

@@ -34,7 +34,7 @@ def pack_build(
     licence: Annotated[str, typer.Option(help="Recorded: its licence.")] = "unknown",
 ) -> None:
     """Make a pack from files, or add tasks to one."""
-    from lt2_platform.evaluate.harness import packs
+    from lt2_platform.evaluate.harness.tasks import packs
 
     found = packs.discover(folder) if folder else {}
     for item in sources or []:
@@ -94,9 +94,9 @@ def add_generated(
     import pyarrow as pa
 
     from lt2.config import ConfigError
-    from lt2_platform.data.tokenize import load_tokenizer
-    from lt2_platform.evaluate.harness import packs
+    from lt2_platform.data.tokenizers.tokenize import load_tokenizer
     from lt2_platform.evaluate.harness.long_context import ruler
+    from lt2_platform.evaluate.harness.tasks import packs
 
     if not all(part.strip().isdigit() for part in lengths.split(",")):
         raise config_error(f"--lengths {lengths}: give numbers of tokens, comma-separated, e.g. 4096,8192")
@@ -122,7 +122,7 @@ def add_generated(
 @pack_app.command("verify")
 def pack_verify(pack: PackArgument) -> None:
     """Compare every file of a pack with its manifest; exit code 2 if something is wrong."""
-    from lt2_platform.evaluate.harness import packs
+    from lt2_platform.evaluate.harness.tasks import packs
 
     problems = packs.verify(pack)
     if problems:

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from lt2.config import ConfigError, load_source
 from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage_errors import complaint, is_away, patiently
-from lt2_platform.train.stopping import StopRequest
+from lt2_platform.train.on_ray.stopping import StopRequest
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
 from lt2_workflows.engine.output import capture_output, end_process

@@ -14,8 +14,8 @@ from lt2_platform.data.prepare import PrepareConfig, chat_templates, prepare
 from lt2_platform.data.sources.configs import STDLIB, describe, paths_of
 from lt2_platform.data.sources.listing import changed_since
 from lt2_platform.data.sources.paths import look_for
-from lt2_platform.data.tokenize import describe as tokenizer_record
-from lt2_platform.data.tokenize import is_as_recorded, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import describe as tokenizer_record
+from lt2_platform.data.tokenizers.tokenize import is_as_recorded, load_tokenizer
 from lt2_platform.remake import remaking
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext

@@ -229,10 +229,10 @@ def _check_continues(
 
 @step_type(PretrainStep, describe=describe_pretrain, places=training_places, fits=check_fit)
 def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
-    """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.trainer.pretrain returns it."""
+    """Result: {"run", "step", "loss", "tokens", …} as lt2_platform.train.on_ray.trainer.pretrain returns it."""
     from lt2_platform.distill.run import check_tokenizer
     from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
-    from lt2_platform.train.trainer import pretrain
+    from lt2_platform.train.on_ray.trainer import pretrain
 
     data, start = context.path(config.data), None
     before = None if config.continue_from is None else context.path(config.continue_from)

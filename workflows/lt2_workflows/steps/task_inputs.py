@@ -15,7 +15,7 @@ def packs_of(tasks: Sequence[TaskConfig], field: str, pack: Ref | str | None = N
 
     field: of the step's config, what holds the tasks; pack: of those that name none, the step's own.
     """
-    from lt2_platform.evaluate.harness.suites import suite_tasks
+    from lt2_platform.evaluate.harness.tasks.suites import suite_tasks
 
     for index, task in enumerate(tasks):
         if not isinstance(task, HarnessConfig):
@@ -28,7 +28,7 @@ def packs_of(tasks: Sequence[TaskConfig], field: str, pack: Ref | str | None = N
 
 
 def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
-    from lt2_platform.evaluate.harness.packs import require
+    from lt2_platform.evaluate.harness.tasks.packs import require
 
     if not pack:
         raise ConfigError(f"there is no pack to take {', '.join(names)} from; give one (`lt2 pack build`)")
@@ -37,7 +37,7 @@ def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
 
 def _tasks_version(pack: str, names: Sequence[str]) -> dict[str, str]:
     """Of the items that are asked; others may be added to a pack."""
-    from lt2_platform.evaluate.harness.packs import read_manifest
+    from lt2_platform.evaluate.harness.tasks.packs import read_manifest
 
     tasks = read_manifest(pack)["tasks"]
     return {name: digest([tasks[name].get(key) for key in ("format", "splits")]) for name in names if name in tasks}

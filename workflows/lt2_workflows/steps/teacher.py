@@ -13,7 +13,7 @@ from pydantic import Field
 
 from lt2.config import ConfigError, ModelConfig
 from lt2_platform.data.sources.listing import version_of
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_workflows.console import amount
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray

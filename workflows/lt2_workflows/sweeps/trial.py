@@ -17,7 +17,7 @@ from typing import Any
 
 from lt2.config import ConfigError, load_source
 from lt2_platform.storage import Storage
-from lt2_platform.train.stopping import requested
+from lt2_platform.train.on_ray.stopping import requested
 from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import workflow_from_record

@@ -14,7 +14,7 @@ from ray.tune.schedulers import FIFOScheduler
 
 from lt2.analysis.accounting import parameters
 from lt2_platform.storage import Storage
-from lt2_platform.train.trainer import new_name
+from lt2_platform.train.on_ray.trainer import new_name
 from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized, training_step

@@ -27,7 +27,7 @@ from lt2_platform.data.sources.documents import Document, Fault
 from lt2_platform.data.sources.listing import Slice, SourceFile
 from lt2_platform.data.sources.readers import LEFT_OUT, read_rows
 from lt2_platform.data.stream import shuffled
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.data.units import check_masked, encode_documents, in_batches
 from lt2_platform.storage import Storage
 

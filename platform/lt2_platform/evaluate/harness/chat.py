@@ -14,7 +14,7 @@ from typing import Protocol
 
 from lt2.config import ConfigError
 from lt2_platform.data.sources.documents import end_of_answer, text_of, up_to_answer
-from lt2_platform.data.tokenize import Tokenizer, encode
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, encode
 from lt2_platform.data.units import encode_documents
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness.models import FolderTokenizer, ModelSource

@@ -16,7 +16,7 @@ _PLATFORM = Path(__file__).parents[2]
 ROOTS = (
     Path(lt2.__file__).parent,
     _PLATFORM / "evaluate",
-    _PLATFORM / "data" / "tokenize.py",
+    _PLATFORM / "data" / "tokenizers",
     _PLATFORM / "train" / "checkpoints",
 )
 """Files and folders whose Python can change what weights are read, what a model answers to given tokens, or how that is

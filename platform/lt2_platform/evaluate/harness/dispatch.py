@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from lt2.config import ModelConfig
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.code import code_sha256
 from lt2_platform.evaluate.harness.models import ModelSource, load, this_device
 from lt2_platform.evaluate.harness.scoring import Pair, Scorer
@@ -166,7 +166,7 @@ class Dispatcher:
         import ray
         from ray.util import ActorPool
 
-        from lt2_platform.train.places import check_places
+        from lt2_platform.train.on_ray.places import check_places
 
         if not self.pool:
             gpus = self._gpus()

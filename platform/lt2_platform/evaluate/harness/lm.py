@@ -12,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.chat import Chat, Conversation
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work, batched
 from lt2_platform.evaluate.harness.scoring import Pair

@@ -17,7 +17,7 @@ from torch import nn
 
 from lt2.config import ConfigError
 from lt2.model import LoopedLM
-from lt2_platform.data.tokenize import Tokenizer, load_tokenizer, vocabulary_sha256
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_tokenizer, vocabulary_sha256
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, TransformersScorer, check_vocabulary
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 
 WINDOW, NEW_TOKENS = 2048, 48
 PROMPT_CHARACTERS = 1000  # of a last line that is longer, this much of its end is the prompt

@@ -11,13 +11,13 @@ from typing import Any
 from lt2.config import ConfigError, ModelConfig, RandomLayout
 from lt2.model import LoopedLM
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.chat import chat_of, framing, label
-from lt2_platform.evaluate.harness.definitions import Definition, define
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Tally
 from lt2_platform.evaluate.harness.models import ModelSource
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, check_vocabulary
-from lt2_platform.evaluate.harness.suites import suite_tasks
+from lt2_platform.evaluate.harness.tasks import packs
+from lt2_platform.evaluate.harness.tasks.definitions import Definition, define
+from lt2_platform.evaluate.harness.tasks.suites import suite_tasks
 from lt2_platform.evaluate.harness.votes import Voted, decided_by_vote
 from lt2_platform.evaluate.tasks import TaskContext, cost
 from lt2_platform.storage import Storage

@@ -18,7 +18,7 @@ from lt2_platform.data.sources.configs import SourceConfig
 from lt2_platform.data.sources.documents import Fault, Piece, text_of
 from lt2_platform.data.sources.listing import Slice, files_of, plan_units
 from lt2_platform.data.sources.readers import LEFT_OUT, read_rows
-from lt2_platform.data.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from tests.platform.data.schemas import (
     CONVERSATIONS,
     DCLM_ROWS,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 
 Draw = Callable[[int, int], tuple[str, list[str]]]
 """(units, number of the sample) -> (prompt, answers); more units make a longer prompt."""

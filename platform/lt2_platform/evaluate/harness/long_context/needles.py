@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.long_context.fit import filled, rng_of, row
 from lt2_platform.evaluate.harness.long_context.needle_words import ADJECTIVES, NOUNS
 

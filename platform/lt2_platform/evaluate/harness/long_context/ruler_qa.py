@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 
 OPTIONS = {"ruler_qa_squad": "--squad", "ruler_qa_hotpot": "--hotpot"}
 INSTRUCTION = (

@@ -17,13 +17,14 @@ from lt2_platform.evaluate import diagnostics
 from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import evaluation_records, side_evaluation, trainer, worker
+from lt2_platform.train import evaluation_records, worker
 from lt2_platform.train.config import TrainingEvaluation
 from lt2_platform.train.evaluation_records import note, record, wanted
-from lt2_platform.train.side_evaluation import SideEvaluations
-from lt2_platform.train.trainer import pretrain
+from lt2_platform.train.on_ray import side_evaluation, trainer
+from lt2_platform.train.on_ray.side_evaluation import SideEvaluations
+from lt2_platform.train.on_ray.trainer import pretrain
+from tests.platform.train.on_ray.test_trainer import LOCAL
 from tests.platform.train.packed import checkpoints, train_config, write_dataset
-from tests.platform.train.test_trainer import LOCAL
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
 
 PERPLEXITY = {"type": "perplexity", "batch_size": 4}

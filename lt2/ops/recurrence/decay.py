@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lt2.ops.chunking import SUB_BLOCK, Boundaries, times_transposed
+from lt2.ops.recurrence.chunking import SUB_BLOCK, Boundaries, times_transposed
 
 # A decay below e^-80 (1.8e-35) wipes the state in any precision we use. Clamping there keeps sums of log-decays small
 # enough for their differences to be accurate, and makes g = -inf (a gate of exactly 0) safe. The true gradient

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lt2.ops import dispatch
-from lt2.ops.gated_delta import gated_delta_rule_step
-from lt2.ops.gated_linear import gated_linear_attention_step
+from lt2.ops.recurrence.gated_delta import gated_delta_rule_step
+from lt2.ops.recurrence.gated_linear import gated_linear_attention_step
 
 
 def recurrent_step_(

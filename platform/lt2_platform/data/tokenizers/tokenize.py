@@ -190,7 +190,7 @@ class Llama3Tokenizer:
 
     @property
     def vocabulary(self) -> str:
-        from lt2_platform.data.tokenizer_json import llama3_vocabulary
+        from lt2_platform.data.tokenizers.tokenizer_json import llama3_vocabulary
 
         return vocabulary_sha256(llama3_vocabulary(self))
 

@@ -33,14 +33,14 @@ from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
-from lt2_platform.train.incurable import OncePolicy, mistake
-from lt2_platform.train.places import check_places, shortage, worker_request
+from lt2_platform.train.on_ray.incurable import OncePolicy, mistake
+from lt2_platform.train.on_ray.places import check_places, shortage, worker_request
+from lt2_platform.train.on_ray.side_evaluation import SideEvaluations
+from lt2_platform.train.on_ray.stopping import StopRequest, conveyed, requested
 from lt2_platform.train.preemption import ray_notice, ray_sigterm
 from lt2_platform.train.reporting.live_metrics import LiveMetrics
 from lt2_platform.train.reporting.wandb_sink import WandbMode, WandbSink
 from lt2_platform.train.run_folder import close_run, open_run, summary
-from lt2_platform.train.side_evaluation import SideEvaluations
-from lt2_platform.train.stopping import StopRequest, conveyed, requested
 from lt2_platform.train.worker import WorkerSpec
 
 __all__ = ["PretrainConfig", "pretrain"]

@@ -11,9 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from lt2.ops import chunking, decay, dispatch, outline, scan
+from lt2.ops import dispatch, outline
 from lt2.ops.checks import check_sequence, check_step
 from lt2.ops.kernels import fla as fla_kernels
+from lt2.ops.recurrence import chunking, decay, scan
 
 
 def gated_linear_attention(

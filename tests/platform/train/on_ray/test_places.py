@@ -3,10 +3,10 @@
 import pytest
 import ray
 
-import lt2_platform.train.places
+import lt2_platform.train.on_ray.places
 from lt2.config import ConfigError
-from lt2_platform.train import trainer
-from lt2_platform.train.places import check_places, places, shortage, worker_request
+from lt2_platform.train.on_ray import trainer
+from lt2_platform.train.on_ray.places import check_places, places, shortage, worker_request
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def cluster(monkeypatch):
         ]
         monkeypatch.setattr(ray, "nodes", lambda: found)
         left = {str(i): node for i, node in enumerate(free)}
-        monkeypatch.setattr(lt2_platform.train.places, "available_resources_per_node", lambda: left)
+        monkeypatch.setattr(lt2_platform.train.on_ray.places, "available_resources_per_node", lambda: left)
 
     return make
 

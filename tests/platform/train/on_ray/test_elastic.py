@@ -10,9 +10,9 @@ from lt2.config import ConfigError
 from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, worker
-from lt2_platform.train.trainer import pretrain
+from lt2_platform.train.on_ray.trainer import pretrain
+from tests.platform.train.on_ray.test_trainer import LOCAL
 from tests.platform.train.packed import checkpoints, write_dataset
-from tests.platform.train.test_trainer import LOCAL
 from tests.platform.train.test_worker import losses, open_run, pretrain_config
 from tests.ranks import run_ranks
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2.packages import version_of
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness import packs
 from lt2_platform.evaluate.harness.chat import Chat, framing
 from lt2_platform.evaluate.harness.recall import WINDOW, cut_to_window, document_and_prompt
-from lt2_platform.evaluate.harness.suites import COLUMNS, FORMATS, UPSTREAM
+from lt2_platform.evaluate.harness.tasks import packs
+from lt2_platform.evaluate.harness.tasks.suites import COLUMNS, FORMATS, UPSTREAM
 from lt2_platform.storage import Storage
 
 

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from lt2_platform.data.chat_template import CUT, FILE, MARK, add_chat_template
 from lt2_platform.data.sources.documents import question
-from lt2_platform.data.tokenize import encode
+from lt2_platform.data.tokenizers.chat_template import CUT, FILE, MARK, add_chat_template
+from lt2_platform.data.tokenizers.tokenize import encode
 from lt2_platform.data.units import encode_documents
 from tests.platform import chats
 

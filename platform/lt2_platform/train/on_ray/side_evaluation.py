@@ -26,7 +26,7 @@ from lt2_platform.train import evaluation_records
 from lt2_platform.train.checkpoints import retention
 from lt2_platform.train.checkpoints.retention import Keep
 from lt2_platform.train.config import TrainingEvaluation
-from lt2_platform.train.places import describe, places
+from lt2_platform.train.on_ray.places import describe, places
 from lt2_platform.train.worker import WorkerSpec
 
 log = logging.getLogger(__name__)

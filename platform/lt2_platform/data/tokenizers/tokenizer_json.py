@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Fast
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
-from lt2_platform.data.tokenize import LLAMA3_PATTERN, Llama3Tokenizer, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import LLAMA3_PATTERN, Llama3Tokenizer, load_tokenizer
 from lt2_platform.storage import absolute, filesystem
 
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as HubFile
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import LLAMA3_PATTERN, LLAMA3_SPECIALS, describe, encode, load_tokenizer
-from lt2_platform.data.tokenizer_json import write_tokenizer_json
+from lt2_platform.data.tokenizers.tokenize import LLAMA3_PATTERN, LLAMA3_SPECIALS, describe, encode, load_tokenizer
+from lt2_platform.data.tokenizers.tokenizer_json import write_tokenizer_json
 from lt2_platform.storage import Storage
 
 TEXTS = ["plain words", "déjà vu 循環 😀", " \t\n\n", "it's 12345 <|end_of_text|> </s>!", "x"]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lt2.ops import chunking, decay, dispatch, outline, scan
+from lt2.ops import dispatch, outline
 from lt2.ops.checks import check_sequence, check_step
 from lt2.ops.kernels import fla as fla_kernels
+from lt2.ops.recurrence import chunking, decay, scan
 
 
 def gated_delta_rule(

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Fast
 from transformers import PreTrainedTokenizerFast
 
 from lt2_platform.data.sources.documents import Piece, turn_frame, up_to_answer
-from lt2_platform.data.tokenize import Tokenizer, encode
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, encode
 from lt2_platform.data.units import encode_documents
 
 FILE = "chat_template.jinja"

@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenize import Tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.answers import check_rows, labelled
 from lt2_platform.evaluate.harness.long_context.ruler import TASKS as RULER_TASKS
-from lt2_platform.evaluate.harness.sources import read_source
-from lt2_platform.evaluate.harness.suites import COLUMNS, UPSTREAM
+from lt2_platform.evaluate.harness.tasks.sources import read_source
+from lt2_platform.evaluate.harness.tasks.suites import COLUMNS, UPSTREAM
 from lt2_platform.results.curves import read_parquet
 from lt2_platform.results.store import check_name
 from lt2_platform.storage import Storage

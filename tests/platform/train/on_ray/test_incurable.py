@@ -10,8 +10,8 @@ from ray.train.v2.api import data_parallel_trainer
 
 from lt2.config import ConfigError
 from lt2_platform.storage import Storage
-from lt2_platform.train import trainer
-from lt2_platform.train.incurable import OncePolicy
+from lt2_platform.train.on_ray import trainer
+from lt2_platform.train.on_ray.incurable import OncePolicy
 
 MISTAKE = WorkerGroupError("traceback", {1: ConfigError("part-00001.parquet is damaged")})
 LOST = WorkerGroupError("traceback", {0: RuntimeError("connection closed by peer")})

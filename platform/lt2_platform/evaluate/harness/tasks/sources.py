@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.harness.suites import UPSTREAM
+from lt2_platform.evaluate.harness.tasks.suites import UPSTREAM
 
 SPLITS = ("train", "validation", "test")
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")

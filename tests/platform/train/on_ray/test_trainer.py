@@ -25,10 +25,11 @@ from lt2_platform.machine import cores
 from lt2_platform.results.parts import list_parts
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_platform.train import trainer, worker
+from lt2_platform.train import worker
 from lt2_platform.train.checkpoints import checkpoint, integrity
-from lt2_platform.train.stopping import StopRequest
-from lt2_platform.train.trainer import PretrainConfig, pretrain
+from lt2_platform.train.on_ray import trainer
+from lt2_platform.train.on_ray.stopping import StopRequest
+from lt2_platform.train.on_ray.trainer import PretrainConfig, pretrain
 from tests.platform.train.packed import MODEL, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run
 from tests.ranks import run_ranks
@@ -190,7 +191,7 @@ def test_whoever_follows_progress_survives_a_store_that_is_away(tmp_path, monkey
 
 def test_a_relative_source_is_found_from_the_users_folder(tmp_path, local_ray, monkeypatch):
     write_dataset(tmp_path / "data")
-    shutil.copy(Path(__file__).parents[3] / "examples" / "deltaproduct.py", tmp_path / "mine.py")
+    shutil.copy(Path(__file__).parents[4] / "examples" / "deltaproduct.py", tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     layout = {"type": "uniform", "mixer": {"type": "deltaproduct", "source": "mine.py"}}
     fields = {"model": {**MODEL, "layout": layout}, "train": train_config(steps=2).model_dump()}
