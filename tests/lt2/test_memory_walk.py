@@ -9,7 +9,10 @@ from lt2.train.optim import freeze
 from tests.lt2 import tiny
 
 PEAK = 10**6
-WEIGHTS = Weights(all=100, blocks=[30, 40], learning=90, learning_blocks=[20, 40], largest=25, head=10, embedding=10)
+WEIGHTS = Weights(
+    all=100, blocks=[30, 40], learning=90, learning_blocks=[20, 40], largest=25, head=10, embedding=10, matrices=50,
+    largest_matrix=(5, 4),
+)  # fmt: skip
 LOWER, UPPER = Unit(1000, 100, 80, 0, 0), Unit(2000, 200, 160, 0, 0)  # kept, once, gradients; peaks are set in tests
 END = Unit(500, 0, 0, 0, 0)
 LOSS = Loss(peak=0, state=5000, states=3, given=17)
@@ -19,7 +22,7 @@ FORWARD, BACKWARD = {"forward_peak": PEAK}, {"backward_peak": PEAK}
 
 def peak(
     recompute="none", *, unit=None, end=None, loss=None, weights=None, loops=2, waiting=False, shards=1, keep=True,
-    tied=False,
+    tied=False, muon=0,
 ):  # fmt: skip
     """unit: (loop, layer, its peak); end, loss, weights: what is another there."""
     table = [[LOWER, UPPER] for _ in range(loops)]
@@ -28,7 +31,7 @@ def peak(
         table[loop][layer] = replace(table[loop][layer], **changes)
     walk = Walk(
         replace(WEIGHTS, **weights or {}), waiting=waiting, sharded=shards > 1, shards=shards, keep=keep, itemsize=2,
-        tied=tied,
+        tied=tied, muon=muon,
     )  # fmt: skip
     walk.add(teacher=1)
     walk.run(table, START, replace(END, **end or {}), replace(LOSS, **loss or {}), STATE, recompute=recompute)
@@ -49,9 +52,12 @@ def test_what_is_frozen_has_neither_gradients_nor_moments():
     matrix, rest = model.embed.weight.numel(), model.rho.numel() + model.norm.weight.numel()
     total = sum(sizes) + 2 * matrix + rest
     largest = max(p.numel() for p in model.parameters())
-    assert Weights.of(model) == Weights(total, sizes, total, sizes, largest, matrix, matrix)
+    linear = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    assert Weights.of(model) == Weights(
+        total, sizes, total, sizes, largest, matrix, matrix, sum(p.numel() for p in linear), (24, 16)
+    )
     freeze(model, lambda name: float(name.startswith("blocks.1.ffn_norm")))
-    assert Weights.of(model) == Weights(total, sizes, 16, [0, 16], 16, 0, 0)
+    assert Weights.of(model) == Weights(total, sizes, 16, [0, 16], 16, 0, 0, 0, (0, 0))
 
 
 def test_before_the_students_forward_its_teacher_is_asked():
@@ -134,3 +140,13 @@ def test_a_block_is_reduced_when_its_gradient_is_whole(waiting):
 def test_the_update_has_all_gradients_and_nothing_else():
     assert peak(weights={"largest": PEAK}) == alone(gradients=360, workspace=8 * PEAK)
     assert peak(weights={"largest": PEAK}, shards=2) == sharded(gradients=180, workspace=4 * PEAK)
+
+
+def test_muon_has_one_moment_of_a_matrix_and_orthogonalises_a_whole_one():
+    moments = 8 * 90 - 4 * 50
+    weights = {"largest_matrix": (300, 200)}
+    whole = peak(weights=weights, muon=4)
+    assert whole == Memory(400, 1, moments, 360, 0, 0, 4 * (3 * 300 * 200 + 2 * 200 * 200))
+    in_bf16 = peak(weights=weights, muon=2, shards=2)
+    assert in_bf16 == Memory(200, 1, moments // 2, 180, 0, 0, 2 * (4 * 300 * 200 + 2 * 200 * 200))
+    assert peak(muon=4, unit=(0, 0, FORWARD)).optimizer == moments
