@@ -21,7 +21,7 @@ from lt2.model import LoopedLM  # noqa: E402
 from lt2.train import parallel  # noqa: E402
 from lt2.train.loop import Batch, TrainConfig, TrainState, train  # noqa: E402
 from lt2.train.loss import next_token_objective  # noqa: E402
-from lt2.train.optim import adamw  # noqa: E402
+from lt2.train.optim import adamw, muon  # noqa: E402
 from lt2.train.schedules import learning_rate  # noqa: E402
 
 B, L, V = 2, 256, 512
@@ -96,8 +96,10 @@ def eight_ranks() -> DeviceMesh:
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-@pytest.mark.parametrize("recompute", ["none", "selective", "block", "loop"])
-def test_the_loop_listens_to_the_step_before_only(recompute, ranks):
+@pytest.mark.parametrize(
+    ("recompute", "make"), [("none", adamw), ("selective", adamw), ("block", adamw), ("loop", adamw), ("none", muon)]
+)
+def test_the_loop_listens_to_the_step_before_only(recompute, make, ranks):
     """Once a step, when the next one is on its way; and where it logs, for five figures."""
 
     def data() -> Iterator[Batch]:
@@ -110,7 +112,7 @@ def test_the_loop_listens_to_the_step_before_only(recompute, ranks):
         parallel.wrap_blocks(model, recompute=recompute)
         sharding = None if mesh is None else parallel.shard(model, mesh, param_dtype=torch.bfloat16)
         config = TrainConfig(steps=3, global_batch_size=4 * ranks, micro_batch_size=2, lr=1e-3, log_every=3)
-        optimizer, schedule = adamw(model, lr=1e-3), learning_rate(lr=1e-3, steps=3)
+        optimizer, schedule = make(model, lr=1e-3), learning_rate(lr=1e-3, steps=3)
         state = TrainState()
         train(model, next_token_objective(), data(), optimizer, schedule, config, state, sharding=sharding)
     assert card.waits.pop("guard.read") == 3

@@ -36,4 +36,4 @@ def test_training_and_decoding(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "on_a_card.py")]
     run = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "57 passed" in run.stdout, run.stdout
+    assert "59 passed" in run.stdout, run.stdout
