@@ -39,6 +39,12 @@ class Sink(StepConfig):
     source: NodeRef | str
 
 
+class Reader(StepConfig):
+    type: Literal["reader"] = "reader"
+    source: NodeRef = NodeRef(step="a")
+    pair: Inner = Inner(inputs=(NodeRef(step="b"),))
+
+
 def two(first: StepConfig, **second) -> Workflow:
     return Workflow("two", {"b": Node(inner=Inner(inputs=(NodeRef(step="a"),)), **second), "a": first})
 
@@ -72,6 +78,14 @@ def test_what_is_upstream_changes_what_is_downstream():
     one, other = two(Node(value=1)).steps, two(Node(value=2)).steps
     assert one["b"].config == other["b"].config
     assert one["b"].fingerprint != other["b"].fingerprint
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_what_a_default_refers_to_is_upstream_too(name):
+    nodes = {"a": Node(), "b": Node(), "c": Reader()}
+    one, other = (Workflow("w", nodes | {name: Node(value=value)}).steps for value in (0, 1))
+    assert set(one["c"].needs) == {"a", "b"}
+    assert one["c"].fingerprint != other["c"].fingerprint
 
 
 def test_type_tags_stay_in_the_canonical_form():

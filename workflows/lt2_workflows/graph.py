@@ -245,7 +245,8 @@ def canonical(value: Any, identities: Mapping[str, str]) -> Any:
             item = getattr(value, name)
             if isinstance(item, Resources):
                 continue
-            if name != "type" and item == field.get_default(call_default_factory=True):
+            default = name != "type" and item == field.get_default(call_default_factory=True)
+            if default and not any(refs(item)):  # what a default refers to changes with the workflow
                 continue
             kept[name] = canonical(item, identities)
         return kept
