@@ -23,7 +23,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     except YAMLError:
         return key, raw  # '*.txt' and the like
     quoted = raw.startswith(("'", '"'))
-    literal = (isinstance(value, str) and not quoted) or not raw or not _is_json(value)
+    nothing = value is None and raw.strip().lower() not in ("null", "~")  # an empty text, or '#5', a comment
+    literal = (isinstance(value, str) and not quoted) or nothing or not _is_json(value)
     return key, raw if literal else value
 
 
@@ -66,7 +67,7 @@ def _enter(here: Any, part: str, key: str, parent: str) -> Any:
             here[part] = {}
         return here[part]
     if isinstance(here, list):
-        if not part.isdigit() or int(part) >= len(here):
+        if not part.isdecimal() or int(part) >= len(here):
             raise ConfigError(f"--set {key}: {parent} has {len(here)} items; {part!r} is not the index of one")
         return here[int(part)]
     raise ConfigError(f"--set {key}: {parent} is {here!r}, which has no keys")
