@@ -107,6 +107,12 @@ def test_a_sweep_is_identified_by_its_trials():
             "are called 'a'; give",
         ),
         ({"grid": {"first.text": ("1", 1)}}, "two configurations of the sweep are called 'text=1'; give each trial"),
+        (
+            {"grid": {"first.lines": (1, 2)}, "seeds": (3, 4), "seed_keys": ("first.lines",)},
+            r"'lines-1-seed-3' and 'lines-2-seed-3' of the sweep are the same run: .* seeds \(in first\.lines\)",
+        ),
+        ({"seeds": (3, 4), "seed_keys": ()}, r"'recipe-seed-3' and 'recipe-seed-4' .* seeds \(in no seed_keys\)"),
+        ({"grid": {"first.lines": (1, 1.0)}}, "'lines-1' and 'lines-1-0' of the sweep are the same run"),
         ({"paper": "ratios"}, "no ablation table 'ratios'"),
         ({"scheduler": {"type": "asha", "grace_steps": 1}}, "scheduler.step: the recipe has no step 'pretrain'"),
     ],
@@ -114,6 +120,12 @@ def test_a_sweep_is_identified_by_its_trials():
 def test_what_cannot_work_is_said_before_anything_runs(fields, message):
     with pytest.raises(ConfigError, match=message):
         check_sweep(SweepStep(steps=fakes(), **fields))
+
+
+def test_groups_may_have_a_run_in_common():
+    trials = tuple(TrialConfig(label="both", group=group) for group in "ab")
+    one, other = SweepStep(steps=fakes(), trials=trials).expanded
+    assert one.workflow.steps["third"].id == other.workflow.steps["third"].id
 
 
 def test_labels_tell_keys_apart():

@@ -98,7 +98,8 @@ def test_failing_and_worse_trials(tmp_path):
     assert "Failed to fetch" not in (sweep_folder(root) / "attempts/2/log").read_text()
 
 
-def test_a_retry_takes_over_what_ended_and_the_schedulers_results(tmp_path, monkeypatch):
+@pytest.mark.parametrize("retry", [1, 3])
+def test_a_retry_takes_over_what_ended_and_the_schedulers_results(retry, tmp_path, monkeypatch):
     storage, started = Storage(str(tmp_path)), []
 
     def context_of(retry):
@@ -113,15 +114,15 @@ def test_a_retry_takes_over_what_ended_and_the_schedulers_results(tmp_path, monk
             storage.write_json(f"{context.step.folder}/out/rungs/{name}.json", [{"step": 4, "loss": config.retry}])
 
     monkeypatch.setattr("lt2_workflows.sweeps.tune.tune_trials", tune)
-    for retry in (0, 1):
-        context = context_of(retry)
+    for number in (0, retry):
+        context = context_of(number)
         config = context.step.config
         workflows = {trial.name: trial.workflow for trial in config.expanded}
         records = run_trials(config, workflows, context, {})
     assert started == [["lines-2", "lines-3", "lines-4"], ["lines-3"]]
     assert [record["state"] for record in records] == ["done", "done", "stopped"]
     rungs = f"{context.step.folder}/out/rungs"
-    assert [storage.read_json(f"{rungs}/{name}")[0]["loss"] for name in storage.list(rungs)] == [0, 1, 0]
+    assert [storage.read_json(f"{rungs}/{name}")[0]["loss"] for name in storage.list(rungs)] == [0, retry, 0]
 
 
 def test_a_bad_shared_step_fails_once_and_by_name(tmp_path):

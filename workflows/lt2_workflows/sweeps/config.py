@@ -138,6 +138,7 @@ def expand(config: SweepStep) -> list[Trial]:
     if total > MAX_TRIALS:
         raise ConfigError(f"the sweep has {total:,} trials; at most {MAX_TRIALS:,}")
     called: set[tuple[str, str]] = set()
+    runs: dict[tuple[str, ...], str] = {}
     for configuration, point in itertools.product(configurations, points):
         label = " ".join(part for part in (configuration.label, label_of(point, config.grid)) if part) or "recipe"
         if (configuration.group, label) in called:  # the table would take them for one configuration's seeds
@@ -153,6 +154,13 @@ def expand(config: SweepStep) -> list[Trial]:
             words = [configuration.group, label, "" if seed is None else f"seed {seed}"]
             name = unique(slug(" ".join(words)), {trial.name for trial in found})
             workflow = workflow_of(config, name, steps, source=label)
+            run = (configuration.group, *(step.fingerprint for step in workflow.steps.values()))
+            if (other := runs.setdefault(run, name)) != name:
+                keys = ", ".join(config.seed_keys) or "no seed_keys"
+                raise ConfigError(
+                    f"trials {other!r} and {name!r} of the sweep are the same run: a grid overrides trials, seeds (in "
+                    f"{keys}) override both, and match_parameters the FFN width; vary what is not overridden"
+                )
             found.append(Trial(name, label, configuration.group, seed, settings, steps, workflow))
     return found
 

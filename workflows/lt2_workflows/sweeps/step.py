@@ -181,13 +181,15 @@ def run_trials(
 
 
 def take_over(config: SweepStep, context: StepContext) -> None:
-    """Give a sweep whose `retry` was raised the records of the one before, without those of the trials that failed."""
-    storage, before = context.storage, config.model_copy(update={"retry": config.retry - 1})
-    old, new = (f"{replace(context.step, fingerprint=fingerprint(each, {})).folder}/out" for each in (before, config))
-    for path in (*storage.glob(f"{old}/rungs/*.json"), *storage.glob(f"{old}/trials/*.json")):
-        record = storage.read_bytes(path)
-        if path.startswith(f"{old}/rungs") or json.loads(record)["state"] != "failed":
-            storage.create_exclusive(f"{new}{path.removeprefix(old)}", record)
+    """Give a sweep whose `retry` was raised the records of those before, without those of the trials that failed."""
+    storage, new = context.storage, f"{context.step.folder}/out"
+    for retry in reversed(range(config.retry)):
+        before = fingerprint(config.model_copy(update={"retry": retry}), {})
+        old = f"{replace(context.step, fingerprint=before).folder}/out"
+        for path in (*storage.glob(f"{old}/rungs/*.json"), *storage.glob(f"{old}/trials/*.json")):
+            record = storage.read_bytes(path)
+            if path.startswith(f"{old}/rungs") or json.loads(record)["state"] != "failed":
+                storage.create_exclusive(f"{new}{path.removeprefix(old)}", record)
 
 
 # The table
