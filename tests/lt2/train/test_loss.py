@@ -1,12 +1,13 @@
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt2.train.loop import Batch
-from lt2.train.loss import IGNORE, chunked_cross_entropy, next_token_targets
+from lt2.train.loss import IGNORE, chunked_cross_entropy, cross_entropy_, next_token_targets, rows_per_chunk
 
 N, D, V = 37, 8, 23
 
@@ -90,17 +91,32 @@ def test_bf16_autocast_keeps_logits_statistics_in_fp32():
     loss, _, _ = reference(*rounded, targets, 0.0)
     loss.backward()
     assert result.loss.dtype == torch.float32
+    assert result.loss != chunked_cross_entropy(hidden, weight, targets).loss
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
     torch.testing.assert_close(result.loss.double(), loss, rtol=2e-3, atol=0)
     torch.testing.assert_close(weight.grad.double(), rounded[1].grad, rtol=2e-2, atol=4e-2)
 
 
-def test_no_gradient_is_computed_under_no_grad():
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradients_are_computed_only_where_something_learns(enabled, monkeypatch):
+    asked = []
+
+    def recorded(*args, gradient, **options):
+        asked.append(gradient)
+        return cross_entropy_(*args, gradient=gradient, **options)
+
+    monkeypatch.setattr("lt2.train.loss.cross_entropy_", recorded)
     hidden, weight, targets = inputs()
-    with torch.no_grad():
+    with torch.set_grad_enabled(enabled):
         result = chunked_cross_entropy(hidden, weight, targets)
-    assert not result.loss.requires_grad
-    torch.testing.assert_close(result.loss, reference(hidden, weight, targets, 0.0)[0].detach())
+        chunked_cross_entropy(hidden.detach(), weight.detach(), targets)
+    assert asked == [enabled, False]
+    assert result.loss.requires_grad == enabled
+    torch.testing.assert_close(result.loss.detach(), reference(hidden, weight, targets, 0.0)[0].detach())
+
+
+def test_the_largest_vocabulary_has_a_row_at_a_time():
+    assert rows_per_chunk("cpu", 2**22) == 1
 
 
 def test_second_backward_is_an_error_not_a_wrong_gradient():
@@ -162,6 +178,19 @@ def batch(tokens, doc_ids=None, loss_mask=None):
         loss_mask=None if loss_mask is None else torch.tensor([loss_mask]),
         ids=torch.zeros(1, dtype=torch.int64),
     )
+
+
+def test_a_batch_is_split_with_all_that_it_holds():
+    names = ("tokens", "doc_ids", "loss_mask", "ids", "topk_logits", "topk_ids")
+    arrays = {name: np.arange(5 * 2).reshape(5, 2) + place for place, name in enumerate(names)}
+    whole = Batch.from_numpy(arrays)
+    whole.step = 7
+    parts = whole.split(2)
+    assert [len(part.tokens) for part in parts] == [2, 2, 1]
+    assert {part.step for part in parts} == {7}
+    for name, array in arrays.items():
+        assert torch.cat([getattr(part, name) for part in parts]).tolist() == array.tolist()
+        assert getattr(Batch.from_numpy(arrays, "meta"), name).device.type == "meta"
 
 
 def test_without_document_mask_only_padding_is_ignored():

@@ -9,13 +9,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.config import ActHalting, ConfigError, MixerConfig, ModelConfig, UniformLayout, explain
 from lt2.distill.student import student_config
 from lt2.mixer_configs import FullConfig
 from lt2.model import build
 from lt2.train.config import TrainConfig, check_model
 from lt2.train.loop import Batch
-from lt2.train.objectives import ExitGateConfig, NextTokenConfig
+from lt2.train.objectives import DistillConfig, ExitGateConfig, NextTokenConfig
+from tests.lt2 import tiny
 
 OWN = """
 from typing import ClassVar, Literal
@@ -73,6 +74,8 @@ def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):
     plain, expected, _ = train_config().objective.build(config)(model, batch())
     assert n_tokens == expected == 12
     torch.testing.assert_close(loss, 3 * plain)
+    with torch.no_grad():  # where a bad number came from is looked for so
+        assert torch.equal(replayed.objective.build(replayed)(model, batch())[0], loss)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,8 @@ def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):
             "{'n_tokens': n_tokens / 2}\n    return",
             "has a metric 'n_tokens', which is the loop's own",
         ),
+        ("metrics\n    return", "{'request': loss}\n    return", "has a metric 'request'"),
+        ("config.factor * loss, n_tokens, metrics", "loss", r"it returned a tensor of \(\)$"),
         ("    return objective", "", "must return the objective, not None"),
     ],
 )
@@ -128,6 +133,24 @@ def test_auxiliary_losses_are_the_same_whatever_the_micro_batches(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("objective", "z_loss"), [({"type": "next_token"}, 0.1), ({"type": "exit_gate", "entropy_weight": 0.3}, 0.0)]
+)
+def test_packed_documents_are_learned_as_each_on_its_own(objective, z_loss):
+    net, tokens, steps = tiny.model(halting={"type": "exit_gate"}).train(), tiny.tokens(1, 9), []
+    net.register_forward_pre_hook(lambda _, args, kwargs: steps.append(kwargs["step"]), with_kwargs=True)
+    config = train_config(objective=objective, document_mask=True, z_loss=z_loss)
+    learn = config.objective.build(config)
+    packed = Batch(tokens=tokens, doc_ids=torch.tensor([[0] * 4 + [1] * 5]), step=3)
+    loss, n_tokens, metrics = learn(net, packed)
+    first, second = (learn(net, Batch(tokens=part))[0] for part in (tokens[:, :4], tokens[:, 4:]))
+    assert (n_tokens, steps) == (7, [3, None, None])
+    torch.testing.assert_close(loss, first + second, rtol=1e-12, atol=0)
+    gain = 0.3 * metrics.get("exit_entropy", 0)
+    assert (loss + gain > metrics["ce"]) if z_loss else (loss + gain == metrics["expected_ce"])
+    assert not any(value.requires_grad for value in metrics.values())
+
+
 def test_a_misspelt_objective_names_the_nearest():
     with pytest.raises(ValidationError) as error:
         train_config(objective={"type": "next_tokn"})
@@ -154,6 +177,7 @@ def test_the_exit_gate_objective_needs_a_gate_and_no_z_loss(model):
     [
         ("exit_gate", {}, "a model with halting.type 'exit_gate'"),
         ("exit_gate", {"z_loss": 0.1}, "'exit_gate' has no z-loss"),
+        ("align", {"z_loss": 0.1}, "'align' has no z-loss"),
         ("align", {}, "a student that holds its teacher"),
         ("distill", {"z_loss": 0.1}, "'distill' has no z-loss"),
     ],
@@ -161,6 +185,16 @@ def test_the_exit_gate_objective_needs_a_gate_and_no_z_loss(model):
 def test_an_objective_that_cannot_train_a_model_is_refused_before_training(model, objective, fields, reason):
     with pytest.raises(ConfigError, match=reason):
         check_model(model.config, train_config(objective={"type": objective}, **fields))
+
+
+def test_an_exit_gate_is_no_act_and_a_student_without_its_teacher_is_not_aligned(model):
+    act = model.config.model_copy(update={"halting": ActHalting()})
+    with pytest.raises(ConfigError, match="a model with halting.type 'exit_gate'"):
+        check_model(act, train_config(objective=ExitGateConfig()))
+    alone = student_config(model.config, MixerConfig.read({"type": "gdn"}), (), both=False)
+    with pytest.raises(ConfigError, match="a student that holds its teacher"):
+        check_model(alone, train_config(objective={"type": "align"}))
+    assert DistillConfig().lr_scale("halt.weight", act) == 0.0, "weight decay would move what has no gradient"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,11 @@ def test_the_straight_line_and_no_decay():
     assert [flat(step) for step in range(5)] == [1.0, 2.0, 2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize(("steps", "warmup_steps"), [(1, 0), (5, 4)])
+def test_the_last_step_is_at_the_full_rate_where_it_is_the_first_after_warm_up(steps, warmup_steps):
+    assert learning_rate(lr=2.0, steps=steps, warmup_steps=warmup_steps)(steps - 1) == 2.0
+
+
 @pytest.mark.parametrize(
     ("shape", "half"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))], ids=lambda value: str(value)
 )
