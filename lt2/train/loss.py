@@ -206,14 +206,21 @@ def checked(name: str, objective: Any) -> Objective:
     wanted = f"objective {name!r} must return (loss, number of tokens, metrics by name), tensors of one number each"
     if not callable(objective):
         raise ConfigError(f"the function of objective {name!r} must return the objective, not {objective!r}")
+    always: set[str] | None = None
 
     def run(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        nonlocal always
         returned = objective(model, batch)
         if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[2], dict):
             raise ConfigError(f"{wanted}; it returned {_kind(returned)}")
         loss, n_tokens, metrics = returned
         for key in sorted(TAKEN & metrics.keys()):
             raise ConfigError(f"objective {name!r} has a metric {key!r}, which is the loop's own; call it otherwise")
+        always = set(metrics) if always is None else always
+        for key in sorted(always ^ metrics.keys()):  # ranks add them up by place, micro-batches by name
+            raise ConfigError(
+                f"objective {name!r} gave its metric {key!r} with some batches only; give it with all, as 0 if need be"
+            )
         for key, value in {"the loss": loss, "the number of tokens": n_tokens, **metrics}.items():
             if not isinstance(value, Tensor) or value.shape != ():
                 raise ConfigError(f"{wanted}; {key} is {_kind(value)}")

@@ -83,12 +83,13 @@ def test_what_asks_to_be_saved_gets_no_step_that_is_not_finite():
         return (loss * math.nan if batch.step == 1 else loss), n_tokens, metrics
 
     model, recorder, state = toy(), Recorder(), TrainState()
-    with pytest.raises(NonFiniteLossError, match="step 2: loss nan"):
+    with pytest.raises(NonFiniteLossError, match="step 2: loss nan") as told:
         train(
             model, objective, batches(), adamw(model, lr=1e-2), learning_rate(lr=1e-2, steps=5),
             CONFIG.model_copy(update={"log_every": 5}), state, [recorder], stop=lambda: SAVE if state.step == 0 else 0,
         )  # fmt: skip
     assert not recorder.checkpoints
+    assert (told.value.step, told.value.position, told.value.origin.place) == (2, G, "loss")
 
 
 def test_data_that_ends_early_is_named():

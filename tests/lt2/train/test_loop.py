@@ -169,6 +169,7 @@ def test_callbacks_come_when_due_and_the_last_step_is_always_logged_and_saved():
     assert recorder.evals == [4]
     assert model.training
     assert recorder.ended == 1
+    assert run(CONFIG.model_copy(update={"steps": 1}), model=toy().eval())[1].training
     expected = {"loss", "ce", "lr", "grad_norm", "tokens_per_s", "step_time", "data_wait", "data_wait_fraction"}
     assert all(metrics.keys() == expected for _, metrics in recorder.steps)
 

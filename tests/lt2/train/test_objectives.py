@@ -133,6 +133,19 @@ def test_auxiliary_losses_are_the_same_whatever_the_micro_batches(name):
     )
 
 
+def test_a_metric_of_some_batches_only_is_refused(tmp_path, model):
+    """Its mean would be over tokens of others too, and ranks that sum different ones would mix them."""
+    some = OWN.replace(", metrics\n", ", metrics | ({'mine': loss} if len(batch.tokens) > 1 else {})\n")
+    (tmp_path / "scaled.py").write_text(some)
+    objective = train_config(objective={"type": "scaled", "source": str(tmp_path / "scaled.py")}).objective
+    for first, then in ([2, 1], [1, 2]):
+        learn = objective.build(train_config())
+        for rows in (first, first):
+            learn(model, batch().split(rows)[0])
+        with pytest.raises(ConfigError, match="'scaled' gave its metric 'mine' with some batches only; give it with"):
+            learn(model, batch().split(then)[0])
+
+
 @pytest.mark.parametrize(
     ("objective", "z_loss"), [({"type": "next_token"}, 0.1), ({"type": "exit_gate", "entropy_weight": 0.3}, 0.0)]
 )
