@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lt2.config import ConfigError
 from lt2.train import parallel
 from lt2.train.config import check_model
-from lt2.train.loop import Batch, TrainConfig, TrainState, autocast_dtype, train
+from lt2.train.loop import Batch, NonFiniteLossError, TrainConfig, TrainState, autocast_dtype, train
 from lt2.train.loss import IGNORE, next_token_objective
 from lt2.train.optim import adamw
 from lt2.train.schedules import learning_rate
@@ -119,6 +119,20 @@ def test_accumulation_weights_by_tokens(micro):
     assert state.position == CONFIG.steps * G
     counted = sum(int(b.loss_mask[:, 1:].sum()) for _, b in zip(range(CONFIG.steps), batches()))
     assert state.tokens == counted
+
+
+def test_a_micro_batch_runs_at_a_time_and_a_bad_step_is_looked_at_so_too():
+    model, sizes = toy(), []
+
+    def objective(model, batch):
+        sizes.append(len(batch.tokens))
+        loss, n_tokens, metrics = next_token_objective()(model, batch)
+        return loss * math.nan, n_tokens, metrics
+
+    config = CONFIG.model_copy(update={"micro_batch_size": 3})
+    with pytest.raises(NonFiniteLossError):
+        train(model, objective, batches(), adamw(model, lr=1e-2), lambda step: 1e-2, config, TrainState())
+    assert sizes == [3, 3, 2] * 2
 
 
 def rank_runs():
