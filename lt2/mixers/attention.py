@@ -94,13 +94,8 @@ def store(cache: LayerCache, k: Tensor, v: Tensor, window: int | None, seq: Sequ
     assert seq.lengths is not None
     M, L = cache["k"].shape[1], k.shape[1]
     rows = torch.arange(k.shape[0], device=k.device)[:, None]
-    if L == 1:
-        slots = seq.positions % M if window is not None else seq.positions
-        for name, new in (("k", k), ("v", v)):
-            cache[name][rows, slots] = new.to(cache[name].dtype)
-        return
-    if window is None:
-        slots = seq.positions.clamp(max=M - 1)
+    if L == 1 or window is None:
+        slots = seq.positions if window is None else seq.positions % M
         for name, new in (("k", k), ("v", v)):
             cache[name][rows, slots] = new.to(cache[name].dtype)
         return
