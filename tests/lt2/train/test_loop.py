@@ -180,6 +180,7 @@ def test_callbacks_come_when_due_and_the_last_step_is_always_logged_and_saved():
     recorder, model, _ = run(config)
     assert [step for step, _ in recorder.steps] == [2, 4, 5]
     assert [state.step for state, _, _ in recorder.checkpoints] == [3, 5]
+    assert recorder.checkpoints[-1][0].loss == recorder.losses[-1]
     assert recorder.evals == [4]
     assert model.training
     assert recorder.ended == 1

@@ -102,6 +102,7 @@ def test_a_sweep_is_identified_by_its_trials():
         ({"grid": {"first.lines": ("x",)}}, "lines=x: first.lines"),
         ({"grid": {"first.lines": tuple(range(10_001))}}, "10,001 trials; at most 10,000"),
         ({"match_parameters": "pretrain"}, "match_parameters: the recipe has no step 'pretrain'"),
+        ({"match_parameters": "first"}, "match_parameters: the recipe has no step 'first' with a model"),
         (
             {"trials": tuple(TrialConfig(label="a", settings={"first.lines": n}) for n in (1, 2))},
             "are called 'a'; give",
@@ -247,6 +248,7 @@ def test_command_on_any_recipe():
         ({"name": "ratio:7b"}, "unknown size '7b' of a sweep"),
         ({"name": "ratio", "grid": ["pretrain.train.lr=1e-3"]}, "--grid pretrain.train.lr: give a list"),
         ({"name": "ratio", "grid": ["pretrain.train.lr"]}, "--grid pretrain.train.lr: expected key=value"),
+        ({"name": "ratio", "seeds": "0,--5"}, r"sweep\.seeds\.1: .*integer"),
         ({"name": "ratio", "seeds": "a"}, r"sweep\.seeds\.0: .*integer"),
         ({"name": "ratio", "seeds": "0,1,0"}, r"seeds has a value twice, \[0, 1, 0\]; give each once"),
         ({"name": "quickstart", "grid": ["pretrain.train.lr=[1, 1]"]}, r"grid pretrain\.train\.lr has a value twice"),

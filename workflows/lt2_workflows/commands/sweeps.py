@@ -48,7 +48,7 @@ def sweep_workflow(name: str, set_: list[str], grid: list[str], seeds: str | Non
     if chosen:
         step["grid"] = {**step.get("grid", {}), **chosen}
     if seeds is not None:
-        step["seeds"] = [int(part) if part.strip().lstrip("-").isdigit() else part for part in seeds.split(",")]
+        step["seeds"] = seeds.split(",")
     if options.get("concurrent") is not None:
         step.setdefault("resources", {})["concurrent"] = options["concurrent"]
     if options.get("asha") is not None:

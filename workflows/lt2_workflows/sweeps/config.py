@@ -129,8 +129,8 @@ class Trial:
 
 def expand(config: SweepStep) -> list[Trial]:
     base = workflow_of(config, "recipe", config.steps)
-    if config.match_parameters is not None and config.match_parameters not in base.configs:
-        raise ConfigError(f"match_parameters: the recipe has no step {config.match_parameters!r}")
+    if config.match_parameters is not None and not hasattr(base.configs.get(config.match_parameters), "model"):
+        raise ConfigError(f"match_parameters: the recipe has no step {config.match_parameters!r} with a model")
     found: list[Trial] = []
     configurations = config.trials or (TrialConfig(label=""),)
     points = [dict(zip(config.grid, values)) for values in itertools.product(*config.grid.values())]
