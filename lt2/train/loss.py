@@ -185,7 +185,7 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, au
         loss = result.loss + sum(aux.values())
         metrics = {"ce": result.ce, **{name: value.detach() for name, value in aux.items()}}
         if output.loops_used is not None:
-            metrics |= per_token({"mean_loops": output.loops_used.float().mean(1)}, targets)
+            metrics["mean_loops"] = (output.loops_used * (targets != IGNORE)).sum()
         return loss, result.n_tokens, metrics
 
     return objective

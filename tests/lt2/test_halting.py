@@ -163,6 +163,10 @@ def test_gate_distribution_and_exit_follow_the_cumulative_probability():
     assert torch.equal(exits.weights[..., 0], torch.where(first >= 0.6, 1.0, first))
     assert exits.loops_used.unique().numel() > 1
 
+    learning = early.train()(x, per_loop=True)
+    assert torch.equal(learning.weights, out.weights), "in training nothing exits, whatever the threshold"
+    assert all(torch.equal(each, state) for each, state in zip(learning.loops, states, strict=True))
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("frozen_kv", ["propagate", "share"])
@@ -245,11 +249,11 @@ def test_bad_settings_fail_at_validation(halting: dict):
         config(halting=halting)
 
 
-def test_training_logs_the_mean_number_of_loops():
-    net = model(halting=ACT).train()
-    ids = tokens(2, 8)
-    _, n_tokens, metrics = next_token_objective()(net, Batch(tokens=ids))
-    used = net(ids[:, :-1]).loops_used.double().mean().item()
-    assert 1 < used < 3
-    assert metrics["mean_loops"].item() / n_tokens.item() == pytest.approx(used, rel=1e-6)
+def test_training_logs_the_mean_number_of_loops_of_what_is_learned():
+    net, ids = model(halting=ACT).train(), tokens(2, 8)
+    mask = torch.arange(8) < torch.tensor([[8], [4]])
+    _, n_tokens, metrics = next_token_objective()(net, Batch(tokens=ids, loss_mask=mask))
+    used = net(ids[:, :-1]).loops_used[mask[:, 1:]].double()
+    assert 1 < used.mean() < 3
+    assert metrics["mean_loops"].item() / n_tokens.item() == pytest.approx(used.mean().item(), rel=1e-6)
     assert metrics["ponder"].item() > 0
