@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from lt2.analysis.parity import CHECKS, TOLERANCE, Sample
 from lt2.config import ConfigError, MixerConfig, explain, load_source, mixer_types
+from lt2.model import build
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def check_mixer(
     num_heads: int = 2,
     seq_len: int = 24,
 ) -> Report:
-    """Run every parity check on a mixer.
+    """Run every parity check on a mixer; of one that cannot be built, that is the whole report.
 
     Args:
         target: "path.py:MyMixerConfig" for a mixer of one's own, the `type` of a registered one, or a config.
@@ -64,6 +65,10 @@ def check_mixer(
         sample.config  # noqa: B018  validates
     except ValidationError as error:
         raise ConfigError(explain(error, mixer.type)) from error
+    try:
+        build(sample.config)
+    except Exception as error:  # the mixer's own: said once, not by every check that needs a model
+        return Report(mixer.type, (Check("build", False, f"raised {type(error).__name__}: {error}"),))
     return Report(mixer.type, tuple(run_check(name, check, sample) for name, check in CHECKS.items()))
 
 

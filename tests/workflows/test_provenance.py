@@ -37,3 +37,8 @@ def test_changes_in_any_encoding_count(repository):
     assert clean == {"git": git(repository, "rev-parse", "HEAD").strip(), "dirty": None}
     (repository / "notes.txt").write_bytes(b"caf\xe9")
     assert provenance._checkout()["dirty"]
+
+
+def test_what_is_installed_of_the_packages_that_compute_is_recorded(monkeypatch):
+    monkeypatch.setattr(provenance, "version_of", {"lm-eval": "1", "flash-attn": "2", "fla-core": "3"}.get)
+    assert provenance.provenance.__wrapped__()["packages"] == {"lm-eval": "1", "flash-attn": "2", "fla-core": "3"}

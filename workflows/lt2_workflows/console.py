@@ -82,12 +82,14 @@ def describe(event: dict[str, Any]) -> str | None:
 
 
 def progress_line(values: dict[str, Any]) -> str:
-    """'step 120/400  loss 3.214  4,210 tokens/s  ETA 1m20s' from whatever of it is known."""
+    """'step 120/400  loss 3.214  4,210 tokens/s  ETA 1m20s' from whatever of it is known.
+
+    counts: what `step` and `steps` are numbers of, where it is not the step's own training steps.
+    """
     parts = []
     if "step" in values:
-        parts.append(
-            f"step {values['step']:,}/{values['steps']:,}" if "steps" in values else f"step {values['step']:,}"
-        )
+        total = f"/{values['steps']:,}" if "steps" in values else ""
+        parts.append(f"{values.get('counts', 'step')} {values['step']:,}{total}")
     if values.get("loss") is not None:
         parts.append(f"loss {values['loss']:.4f}")
     if values.get("tokens_per_s") is not None:

@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 PACKAGES = (
     "lt2",
     "torch",
+    "triton",
     "ray",
     "numpy",
     "pyarrow",
     "transformers",
     "tokenizers",
     "tiktoken",
+    "lm-eval",
     "flash-linear-attention",
+    "fla-core",
+    "flash-attn",
+    "tilelang",
 )
+"""Those whose version can change what a step computes, by the names they are installed under."""
 
 SNAPSHOT = "snapshot.json"
 """Beside this file in the code shipped with a job: {"git", "dirty"} of the checkout it was taken from."""

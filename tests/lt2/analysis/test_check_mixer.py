@@ -151,6 +151,12 @@ def test_values_that_only_init_gives_are_refused_by_name(source, fault, reason):
         build(config)
 
 
+def test_what_cannot_be_built_is_said_once(source):
+    (check,) = check_mixer(f"{source}:MovingSumConfig", fields={"fault": "parameter"}).checks
+    assert (check.name, check.passed) == ("build", False)
+    assert "own has no initial value" in check.detail
+
+
 @pytest.mark.parametrize("kind", ["int", "bool"])
 def test_a_saved_buffer_that_init_special_sets_is_kept(source, kind):
     mixer = {"type": "moving_sum", "source": str(source), "fault": f"saved {kind} buffer, set by rule"}

@@ -183,6 +183,17 @@ def test_rulers_tasks_are_made_and_added(tmp_path):
     ]
 
 
+def test_a_task_that_the_pack_has_already_is_replaced_aloud(tmp_path):
+    places = write(tmp_path / "data", mine=choices(), arc_easy=arc())
+    pack, one = tmp_path / "pack", f"mine={places['mine']}"
+    first = lt2("pack", "build", pack, one)
+    assert lt2("pack", "build", pack, one) == f"{first.rstrip()}; as it was\n"
+    other = write(tmp_path / "other", mine=choices()[:2])["mine"]
+    again = lt2("pack", "build", pack, f"mine={other}", f"arc_easy={places['arc_easy']}").splitlines()
+    assert again[0].endswith(f"; in the place of what was there, {first.split(maxsplit=1)[1].rstrip()}")
+    assert ";" not in again[1]
+
+
 def test_mistakes_are_named(tmp_path):
     root = tmp_path / "storage"
     with pytest.raises(ConfigError, match="nothing to build"):

@@ -129,6 +129,18 @@ def test_groups_may_have_a_run_in_common():
     assert one.workflow.steps["third"].id == other.workflow.steps["third"].id
 
 
+def test_all_trials_that_cannot_be_are_named_at_once():
+    with pytest.raises(ConfigError) as few:
+        command("ratio", set_=["pretrain.model.n_layers=5"])
+    assert [line.partition(": pretrain.model: ratio ")[::2] for line in str(few.value).splitlines()] == [
+        ("1:6", "1:6 over 5 layers leaves no attention layer; use at least 7 layers"),
+        ("1:12", "1:12 over 5 layers leaves no attention layer; use at least 13 layers"),
+    ]
+    with pytest.raises(ConfigError) as alike:
+        check_sweep(SweepStep(steps=fakes(), grid={"first.lines": (1, "x"), "second.text": ("a", "b")}))
+    assert len(str(alike.value).splitlines()) == 1  # lines=x, whatever the text
+
+
 def test_labels_tell_keys_apart():
     assert label_of({"a.train.lr": 0.1, "b.train.lr": 0.2}) == "a.train.lr=0.1 b.train.lr=0.2"
     assert label_of({"train.lr": 0.1, "pretrain.train.lr": 0.2}) == "train.lr=0.1 pretrain.train.lr=0.2"

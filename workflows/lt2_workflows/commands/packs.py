@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,7 +33,7 @@ def pack_build(
     revision: Annotated[str, typer.Option(help="Recorded: which version of the data this is.")] = "unknown",
     licence: Annotated[str, typer.Option(help="Recorded: its licence.")] = "unknown",
 ) -> None:
-    """Make a pack from files, or add tasks to one."""
+    """Make a pack from files, or add tasks to one; a task that it has already is replaced, and that is said."""
     from lt2_platform.evaluate.harness.tasks import packs
 
     found = packs.discover(folder) if folder else {}
@@ -44,12 +44,24 @@ def pack_build(
         found[task] = path
     if not found:
         raise config_error("nothing to build: give TASK=PATH or --from FOLDER")
+    before = packs.held(pack)
     manifest = packs.build(pack, found, origin=packs.Origin(revision, licence))
     for task in found:
-        splits = manifest["tasks"][task]["splits"]
-        rows = ", ".join(f"{split} {record['rows']:,}" for split, record in splits.items())
-        left_out = ", ".join(manifest["tasks"][task].get("left_out", []))
-        typer.echo(f"{task:<20} {rows}" + (f"; left out, for it has no answers: {left_out}" if left_out else ""))
+        record = manifest["tasks"][task]
+        left_out = ", ".join(record.get("left_out", []))
+        without = f"; left out, for it has no answers: {left_out}" if left_out else ""
+        typer.echo(f"{task:<20} {_rows(record)}{without}{_replaced(before.get(task), record)}")
+
+
+def _rows(record: dict[str, Any]) -> str:
+    return ", ".join(f"{split} {file['rows']:,}" for split, file in record["splits"].items())
+
+
+def _replaced(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+    """What became of the task that the pack had by this name, for whoever meant to add another one."""
+    if before is None:
+        return ""
+    return "; as it was" if before["splits"] == now["splits"] else f"; in the place of what was there, {_rows(before)}"
 
 
 @pack_app.command("needles")
@@ -112,11 +124,10 @@ def add_generated(
         raise config_error("\n".join(problems))
     tables = {task: {"test": pa.Table.from_pylist(rows)} for task, rows in made.items()}
     source = f"made by lt2, seed {seed}" + (f", from {origin}" if origin else "")
-    packs.add(
-        pack, tables, dict.fromkeys(tables, source), origin=packs.Origin("2", "see the sources"), tokenizer=loaded
-    )
+    before, revision = packs.held(pack), packs.Origin("2", "see the sources")
+    manifest = packs.add(pack, tables, dict.fromkeys(tables, source), origin=revision, tokenizer=loaded)
     for task, rows in made.items():
-        typer.echo(f"{task:<24} {len(rows)} samples")
+        typer.echo(f"{task:<24} {len(rows)} samples{_replaced(before.get(task), manifest['tasks'][task])}")
 
 
 @pack_app.command("verify")

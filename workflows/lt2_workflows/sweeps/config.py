@@ -110,7 +110,7 @@ class SweepStep(StepConfig):
 
     @cached_property
     def expanded(self) -> tuple[Trial, ...]:
-        """All trials in order. Raises ConfigError for settings that the recipe cannot take."""
+        """All trials in order. Raises ConfigError with all settings that the recipe cannot take."""
         return tuple(expand(self))
 
 
@@ -139,6 +139,7 @@ def expand(config: SweepStep) -> list[Trial]:
         raise ConfigError(f"the sweep has {total:,} trials; at most {MAX_TRIALS:,}")
     called: set[tuple[str, str]] = set()
     runs: dict[tuple[str, ...], str] = {}
+    problems: dict[str, str] = {}  # what several trials share is said of the first
     for configuration, point in itertools.product(configurations, points):
         label = " ".join(part for part in (configuration.label, label_of(point, config.grid)) if part) or "recipe"
         if (configuration.group, label) in called:  # the table would take them for one configuration's seeds
@@ -148,12 +149,17 @@ def expand(config: SweepStep) -> list[Trial]:
             settings = {**configuration.settings, **point}
             seeds = {} if seed is None else dict.fromkeys(config.seed_keys, seed)
             steps = deepcopy(config.steps)
-            apply_overrides(steps, list({**settings, **seeds}.items()))
-            if config.match_parameters is not None:
-                match_parameters(steps, config.match_parameters, base)
             words = [configuration.group, label, "" if seed is None else f"seed {seed}"]
             name = unique(slug(" ".join(words)), {trial.name for trial in found})
-            workflow = workflow_of(config, name, steps, source=label)
+            try:
+                apply_overrides(steps, list({**settings, **seeds}.items()))
+                if config.match_parameters is not None:
+                    match_parameters(steps, config.match_parameters, base, label)
+                workflow = workflow_of(config, name, steps, source=label)
+            except ConfigError as error:
+                for line in str(error).splitlines():
+                    problems.setdefault(line.removeprefix(f"{label}: "), line)
+                continue
             run = (configuration.group, *(step.fingerprint for step in workflow.steps.values()))
             if (other := runs.setdefault(run, name)) != name:
                 keys = ", ".join(config.seed_keys) or "no seed_keys"
@@ -162,6 +168,8 @@ def expand(config: SweepStep) -> list[Trial]:
                     f"{keys}) override both, and match_parameters the FFN width; vary what is not overridden"
                 )
             found.append(Trial(name, label, configuration.group, seed, settings, steps, workflow))
+    if problems:
+        raise ConfigError("\n".join(problems.values()))
     return found
 
 
@@ -214,20 +222,20 @@ def unique(name: str, taken: set[str]) -> str:
     return name if name not in taken else next(f"{name}-{n}" for n in itertools.count(2) if f"{name}-{n}" not in taken)
 
 
-def match_parameters(steps: dict[str, Any], step: str, base: Workflow) -> None:
+def match_parameters(steps: dict[str, Any], step: str, base: Workflow, label: str) -> None:
     """Set the FFN width of `step` so that its model has as many parameters as the recipe's, as near as widths allow.
 
     From 1,024 on widths are multiples of 64, as kernels like. A model as large as the recipe's is left alone.
     """
     from lt2.analysis.accounting import parameters
 
-    ours = sized(workflow_from_record({"workflow": "trial", "steps": steps}, source="sweep").configs[step].model)  # type: ignore[attr-defined]
+    ours = sized(workflow_from_record({"workflow": "trial", "steps": steps}, source=label).configs[step].model)  # type: ignore[attr-defined]
     difference = parameters(sized(base.configs[step].model)).total - parameters(ours).total  # type: ignore[attr-defined]
     unit = 64 if ours.ffn_dim >= 1024 else 1
     width = ours.ffn_dim + unit * round(difference / (3 * ours.dim * ours.n_layers * unit))
     if width < unit:
         raise ConfigError(
-            f"{step}.model: no FFN width makes it as small as the recipe's model; it would be {width}. "
+            f"{label}: {step}.model: no FFN width makes it as small as the recipe's model; it would be {width}. "
             "Leave match_parameters out or take a wider recipe"
         )
     if width != ours.ffn_dim:

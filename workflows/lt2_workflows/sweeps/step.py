@@ -135,7 +135,7 @@ def run_shared(workflows: Sequence[Workflow], context: StepContext) -> None:
 
     def say(event: dict[str, Any]) -> None:
         if event["event"] == "progress":
-            context.progress(event["values"])
+            context.progress({"counts": f"{event['step']} step", **event["values"]})
 
     outcomes = executor.run(shared, context.storage, say=say, stop=context.stop.asked)
     for name, outcome in outcomes.items():

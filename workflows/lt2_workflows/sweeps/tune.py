@@ -117,7 +117,7 @@ class TrialRecords(tune.Callback):
             self.outcomes[_name(trial)] = result["outcome"]
         elif "loss" in result:
             self.last[_name(trial)] = {"step": result["step"], "loss": result["loss"]}
-            self._say(f"{_name(trial)}: step {result['step']:,}, loss {result['loss']:.4f}")
+            self._say(f"{_name(trial)}: training step {result['step']:,}, loss {result['loss']:.4f}")
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         stopped = {"state": "stopped", "error": None, "log": None, "run": None, "metrics": {}}
@@ -142,7 +142,8 @@ class TrialRecords(tune.Callback):
         self._say(f"{name}: {outcome['state']}")
 
     def _say(self, message: str) -> None:
-        self.context.progress({"step": len(self.ended), "steps": len(self.trials), "message": message})
+        counts = {"step": len(self.ended), "steps": len(self.trials), "counts": "trials ended"}
+        self.context.progress(counts | {"message": message})
 
 
 def _last_line(error_file: str | None) -> str:

@@ -74,7 +74,7 @@ def add(
     formats = {task: format_of(task, tables) for task, tables in tasks.items()}
     usable = {task: labelled(task, formats[task], tables, sources[task]) for task, tables in tasks.items()}
     storage = Storage(pack)
-    manifest = _read(storage) if storage.exists(MANIFEST) else {"schema_version": SCHEMA_VERSION, "tasks": {}}
+    manifest = {"schema_version": SCHEMA_VERSION, "tasks": held(pack)}
     for task, tables in tasks.items():
         record: dict[str, Any] = {"source": sources[task], "revision": origin.revision, "licence": origin.licence}
         kept = usable[task]
@@ -132,6 +132,12 @@ def verify(pack: str) -> list[str]:
 def read_manifest(pack: str) -> dict[str, Any]:
     """Raises ConfigError if there is no pack, or one of another version."""
     return _read(Storage(pack))
+
+
+def held(pack: str) -> dict[str, Any]:
+    """The manifest's records by task, {} where there is no pack yet."""
+    storage = Storage(pack)
+    return _read(storage)["tasks"] if storage.exists(MANIFEST) else {}
 
 
 def require(pack: str, tasks: Sequence[str]) -> dict[str, Any]:
