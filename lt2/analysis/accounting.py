@@ -99,6 +99,7 @@ def objective_flops(
 
     In stage 1 of a distillation everything runs forward and only the new mixers backward, as far as their input. Later
     stages have a head after every loop that counts: the mean over the run's steps. An exit gate's has one after every.
+    Weights that the objective freezes have no gradient.
     """
     blocks, head = stack_flops(config, objective, seq_len), head_flops(config)
     if isinstance(objective, AlignConfig):
@@ -108,7 +109,29 @@ def objective_flops(
         share = {"final": 0.0, "uniform": 1.0, "scheduled": objective.until}[objective.supervision]
         heads = 1 + share * (config.n_loops - 1)
     asked = 0.0 if teacher is None else forward_flops(teacher, seq_len) + (heads - 1) * head
-    return 3 * (blocks + heads * head) + asked
+    return 3 * (blocks + heads * head) + asked - _frozen_gradient_flops(config, objective, heads)
+
+
+def _frozen_gradient_flops(config: ModelConfig, objective: ObjectiveConfig, heads: float) -> float:
+    """FLOPs per token of gradients to weights whose learning rate is multiplied by 0."""
+
+    def frozen(part: str, module: nn.Module) -> float:
+        names = (name for name, p in module.named_parameters() if p.dim() > 1)
+        return sum(
+            2.0 * module.get_parameter(name).numel()
+            for name in names
+            if not objective.lr_scale(f"{part}.{name}", config)
+        )
+
+    blocks = _blocks(config)
+    uses = sum(
+        frozen(f"blocks.{layer}.mixers.{spec.weights}", blocks[layer].mixers[spec.weights])
+        + frozen(f"blocks.{layer}.ffn", blocks[layer].ffn)
+        for row in layout(config)
+        for layer, spec in enumerate(row)
+    )
+    head = "embed.weight" if config.tie_embeddings else "head.weight"
+    return uses + (0.0 if objective.lr_scale(head, config) else heads * head_flops(config))
 
 
 def stack_flops(config: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:

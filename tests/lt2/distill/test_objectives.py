@@ -9,6 +9,7 @@ from lt2.config import ConfigError, MixerConfig
 from lt2.distill.align import Forced, align_objective, update_loss
 from lt2.distill.logits import distill_objective, loop_weights
 from lt2.distill.student import convert, start_from
+from lt2.layout import layout
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
 from lt2.train.loop import Batch
@@ -133,6 +134,24 @@ def test_flops_of_alignments_projections_are_those_torch_counts(mixer):
     mixing = 3 * attention.sequence_flops(config.dims, length) + 3 * 2 * mixer.sequence_flops(config.dims, length)
     projections = objective_flops(config, objective, length) - config.n_loops * mixing
     assert counted[torch.ops.aten.mm] == pytest.approx(2 * length * projections, rel=1e-12)
+
+
+def test_flops_of_a_stage_that_freezes_the_rest_leave_its_gradients_out():
+    net, objective = teacher(), DistillConfig(k=5, supervision="final", rest_lr_scale=0)
+    student = convert(net, GDN, (1,)).train()
+    freeze(student, objective)
+    with FlopCounterMode(display=False) as counter:
+        objective.build(train(objective), net)(student.double(), batch())[0].backward()
+    mixing = [
+        sum(spec.sequence_flops(config.dims, 10) for row in layout(config) for spec in row)
+        for config in (student.config, net.config)
+    ]
+    projections = objective_flops(student.config, objective, 10, teacher=net.config) - 3 * mixing[0] - mixing[1]
+    # The first loop's first mixer needs no gradient of its input either; we count that one.
+    new = student.blocks[0].mixers["gdn"].named_parameters()
+    below = 2 * sum(p.numel() for name, p in new if p.dim() > 1 and not name.startswith("o_proj"))
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert counted == pytest.approx(2 * 10 * (projections - below), rel=1e-12)
 
 
 def test_kept_layers_are_not_aligned_and_the_rest_weighs_alike():
