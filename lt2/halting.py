@@ -91,7 +91,7 @@ class Adaptive:
         if self.mixed is not None:
             self.mixed = self.mixed + weight[..., None].to(h.dtype) * h
         self.remainder = torch.where(halts, self.left, self.remainder)
-        self.left = torch.where(running, after, self.left)
+        self.left = after  # of halted tokens nothing reads it
         self.loops_used = self.loops_used + running
         self.running = running & ~halts
 

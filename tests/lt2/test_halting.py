@@ -16,6 +16,7 @@ from tests.lt2.tiny import FULL, HYBRID, WINDOW_GDN, config, model, tokens
 
 ACT = {"type": "act", "epsilon": 0.2}
 GATE = {"type": "exit_gate", "threshold": 0.6}
+SURE = {"type": "exit_gate", "threshold": 1.0}
 LAYOUTS = {"full": FULL, "hybrid": HYBRID, "window+gdn": WINDOW_GDN}
 MIXERS = {
     "nsa": {"backend": "torch", "block_size": 4, "num_blocks": 4, "window": 3},
@@ -54,7 +55,7 @@ def test_never_halting_is_the_fixed_depth_model_exactly(halting: dict, training:
     assert torch.equal(out.weights, torch.tensor([0.0, 0, 1], dtype=torch.float64).expand(2, 7, 3))
 
 
-@pytest.mark.parametrize(("halting", "training"), [(ACT, True), (ACT, False), (GATE, False)])
+@pytest.mark.parametrize(("halting", "training"), [(ACT, True), (ACT, False), (GATE, False), (SURE, False)])
 def test_always_halting_is_the_one_loop_model_exactly(halting: dict, training: bool):
     net = set_bias(model(halting=halting), 2000.0).train(training)
     x = tokens(2, 7)
@@ -146,7 +147,7 @@ def test_a_sure_gate_has_the_same_gradient_under_autocast():
 
 
 def test_gate_distribution_and_exit_follow_the_cumulative_probability():
-    never = model(halting={"type": "exit_gate", "threshold": 1.0})
+    never = model(halting=SURE)
     x = tokens(2, 8)
     out = never(x, per_loop=True)
     states = without_halting(never)(x, per_loop=True).loops

@@ -43,6 +43,8 @@ def test_each_vote_is_the_model_of_its_own_draw(layout: dict):
     logprobs = voted_logprobs(net, ids, rows=7)
     for vote, step in enumerate(steps):
         torch.testing.assert_close(logprobs[vote], expected_logprobs(net, ids, step), rtol=1e-12, atol=1e-13)
+    packed = voted_logprobs(net, ids, doc_ids=torch.tensor([[0] * 4 + [1] * 5] * 2))
+    torch.testing.assert_close(packed[..., 4:], voted_logprobs(net, ids[:, 4:]), rtol=1e-12, atol=1e-13)
 
 
 def test_draws_are_a_pure_function_of_seed_and_step_and_cover_all_layers():
