@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import date
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
@@ -86,6 +88,20 @@ def test_what_a_default_refers_to_is_upstream_too(name):
     one, other = (Workflow("w", nodes | {name: Node(value=value)}).steps for value in (0, 1))
     assert set(one["c"].needs) == {"a", "b"}
     assert one["c"].fingerprint != other["c"].fingerprint
+
+
+def test_fields_that_json_does_not_know_are_part_of_it_as_pydantic_writes_them():
+    class Odd(StepConfig):
+        type: Literal["odd"] = "odd"
+        path: Path
+        days: frozenset[date]
+
+    days = [date(2026, 1, day) for day in range(1, 9)]
+    one, other = (Odd(path=Path("x"), days=frozenset(order)) for order in (days, days[::-1]))
+    assert canonical(one, {})["path"] == "x"
+    assert set(canonical(one, {})["days"]) == {f"2026-01-0{day}" for day in range(1, 9)}
+    assert canonical(one, {}) == canonical(other, {})
+    assert Workflow("w", {"a": one}).id == Workflow("w", {"a": Odd.model_validate(one.model_dump(mode="json"))}).id
 
 
 def test_type_tags_stay_in_the_canonical_form():

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic import Field
+from pydantic_core import to_jsonable_python
 
 from lt2.config import Config, ConfigError
 
@@ -254,7 +255,9 @@ def canonical(value: Any, identities: Mapping[str, str]) -> Any:
         return {str(key): canonical(item, identities) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [canonical(item, identities) for item in value]
-    return value
+    if isinstance(value, set | frozenset):  # in an order that is the same in every process
+        return sorted((canonical(item, identities) for item in value), key=digest)
+    return to_jsonable_python(value)
 
 
 def digest(value: Any) -> str:
