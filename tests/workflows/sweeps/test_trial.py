@@ -1,0 +1,133 @@
+"""What a trial tells Ray Tune, how it ends, and what trials share first. The engine is a stand-in; no Ray runs."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from lt2.config import ConfigError
+from lt2_platform.storage import Storage
+from lt2_workflows.engine.attempt import Interrupted
+from lt2_workflows.engine.executor import Outcome
+from lt2_workflows.loading import load_workflow
+from lt2_workflows.sweeps import trial
+from lt2_workflows.sweeps.step import run_shared
+from tests.workflows.conftest import FAKE_STEPS
+
+CHAIN = load_workflow(f"{FAKE_STEPS}:chain")
+DONE = {name: Outcome("done", attempt=1) for name in CHAIN.configs}
+
+
+@pytest.fixture
+def drive(monkeypatch, tmp_path):
+    """`trial.drive` over an engine that says `events` and returns, or raises, `outcome`; (what it returns, reports)."""
+    monkeypatch.setattr(trial, "REPORT_SECONDS", 0)
+    monkeypatch.setattr(trial, "read_done", lambda storage, step: {"result": {"run": step.name, "size": 7}})
+
+    def driven(outcome, events=()):
+        def run(workflow, storage, *, ttl_s, say, stop):
+            for event in events:
+                say(event)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        reports: list = []
+        monkeypatch.setattr("lt2_workflows.engine.executor.run", run)
+        job = {"ttl_s": 1.0, "watch": "second"}
+        return trial.drive(CHAIN, Storage(str(tmp_path)), job, reports.append, threading.Event()), reports
+
+    return driven
+
+
+def progress(name, **values):
+    return {"event": "progress", "step": name, "values": values}
+
+
+def test_a_report_is_the_mean_of_the_last_ten_losses_of_the_step_that_is_watched(drive):
+    losses = [float(number**2) for number in range(1, 13)]
+    events = [progress("second", step=number, loss=loss) for number, loss in enumerate(losses, 1)]
+    others = [progress("first", step=99, loss=99.0), progress("second", step=99), {"event": "done", "step": "second"}]
+    again = progress("second", step=12, loss=0.0)  # a step that was reported is not reported again
+    found, reports = drive(DONE, [*others, *events, again])
+    assert reports == [
+        {"step": number, "loss": pytest.approx(sum(losses[:number][-10:]) / min(number, 10))} for number in range(1, 13)
+    ]
+    metrics = {f"{name}/size": 7 for name in CHAIN.configs}
+    assert found == {"state": "done", "error": None, "log": None, "run": "third", "metrics": metrics}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "error"),
+    [
+        (ConfigError("no such pack"), "failed", "no such pack"),
+        (DONE | {"second": Outcome("failed", 3, "ran out", "log")}, "failed", "second, attempt 3: ran out"),
+        (DONE | {"second": Outcome("bad_input", 1, "empty", "log")}, "failed", "second, attempt 1: empty"),
+        (DONE | {"second": Outcome("interrupted", 2, "saved", "log")}, "interrupted", "second: saved"),
+        (DONE | {"third": Outcome("interrupted")}, "interrupted", "third: stopped before it began"),
+        (
+            DONE | {"first": Outcome("interrupted", 1, "saved"), "third": Outcome("failed", 1, "no")},
+            "failed",
+            "third, attempt 1: no",
+        ),
+    ],
+)
+def test_how_a_trial_that_did_not_end_well_is_told(drive, outcome, state, error):
+    found, _ = drive(outcome)
+    assert (found["state"], found["error"], found["run"], found["metrics"]) == (state, error, None, {})
+    assert found["log"] == ("log" if isinstance(outcome, dict) and outcome["second"].log else None)
+
+
+def test_a_fault_of_ours_is_not_taken_for_a_trial_that_failed(drive):
+    with pytest.raises(ZeroDivisionError):
+        drive(ZeroDivisionError())
+
+
+@pytest.fixture
+def shared(monkeypatch, context):
+    """The names of the steps that `run_shared` runs first, of a chain and chains with other `lines` of the steps given;
+    its steps end as `outcomes` says."""
+
+    def run(*changed, outcomes=None):
+        ran: list = []
+
+        def engine(workflow, storage, *, say, stop):
+            ran.append(workflow)
+            return DONE | (outcomes or {})
+
+        monkeypatch.setattr("lt2_workflows.engine.executor.run", engine)
+        others = (load_workflow(f"{FAKE_STEPS}:chain", [f"{name}.lines=9"]) for name in changed)
+        run_shared([replace(each, part_of="sweep-1") for each in (CHAIN, *others)], context)
+        assert all((each.name, each.part_of, each.shared) == ("w-shared", "sweep-1", True) for each in ran)
+        return [list(each.configs) for each in ran]
+
+    return run
+
+
+@pytest.fixture
+def context(tmp_path):
+    stop = SimpleNamespace(asked=threading.Event())
+    return SimpleNamespace(workflow=SimpleNamespace(name="w"), storage=Storage(str(tmp_path)), stop=stop)
+
+
+def test_what_all_trials_have_in_common_runs_first(shared):
+    assert shared("third") == [["first", "second"]]
+    assert shared("third", "second") == shared("second", "third") == [["first"]]
+    assert shared("first") == shared() == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "message"),
+    [
+        (Outcome("failed", 3, "ran out", "its/log"), ConfigError, "first, which every .*: ran out \\(log: its/log\\)"),
+        (Outcome("bad_input", 1, "empty", "its/log"), ConfigError, "first, which every trial needs: empty"),
+        (Outcome("interrupted", 1, "saved"), Interrupted, "first, which every trial needs: saved"),
+        (Outcome("interrupted"), Interrupted, "first, which every trial needs: stopped before it began"),
+    ],
+)
+def test_what_is_needed_by_all_and_does_not_end_well_ends_the_sweep(shared, outcome, kind, message):
+    with pytest.raises(kind, match=message):
+        shared("third", outcomes={"first": outcome})
