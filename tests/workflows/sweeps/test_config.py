@@ -209,8 +209,8 @@ def test_the_sink_is_read_with_and_without_gate():
         assert [task.type for task in trial.workflow.configs["evaluate"].tasks] == ["perplexity", "diagnostics"]
 
 
-def test_readings_inside_a_model_are_no_numbers_of_its_trial(monkeypatch, tmp_path):
-    rows = [{"task": "perplexity", "metric": "perplexity", "value": 9.0, "n_loops": 4}]
+def test_readings_inside_a_model_and_at_other_depths_are_no_numbers_of_its_trial(monkeypatch, tmp_path):
+    rows = [{"task": "perplexity", "metric": "perplexity", "value": 13.0 - n, "n_loops": n} for n in (4, 8)]
     rows += [{"task": "diagnostics", "metric": "rms", "value": 1.0, "n_loops": 4, "loop": 0, "layer": 0}]
     done = {"result": {"run": "r", "n_loops": 4, "rows": rows}}
     read = lambda storage, step: done if step.name == "second" else None  # noqa: E731

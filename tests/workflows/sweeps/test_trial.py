@@ -25,7 +25,9 @@ DONE = {name: Outcome("done", attempt=1) for name in CHAIN.configs}
 def drive(monkeypatch, tmp_path):
     """`trial.drive` over an engine that says `events` and returns, or raises, `outcome`; (what it returns, reports)."""
     monkeypatch.setattr(trial, "REPORT_SECONDS", 0)
-    monkeypatch.setattr(trial, "read_done", lambda storage, step: {"result": {"run": step.name, "size": 7}})
+    monkeypatch.setattr(
+        trial, "read_done", lambda storage, step: {"result": {"run": step.name, "size": 7, "whole": True}}
+    )
 
     def driven(outcome, events=()):
         def run(workflow, storage, *, ttl_s, say, stop):
