@@ -35,6 +35,16 @@ def test_the_table_has_the_numbers_that_any_configuration_has(context, failed_fi
     assert rows == {"a": ["1", "2.500"], "b": ["1", "3.500", "1.500"]}
 
 
+def test_what_became_of_the_others_is_told_below_the_table(context):
+    stopped = [trial("s", "stopped") | {"last": {"step": 1234}}, trial("t", "stopped")]
+    failed = trial("f", "failed") | {"log": "its/log"}
+    result = step.write_table(context.step.config, [trial("a", "done", speed=2.5), *stopped, failed], context)
+    *_, one, two, three, _ = result["text"].split("\n")
+    assert one == "s stopped by the scheduler at step 1,234"
+    assert (two, three) == ("t stopped by the scheduler", "f failed: no pack (log: its/log)")
+    assert (result["trials"], result["stopped"], result["failed"]) == (4, 2, 1)
+
+
 def test_a_sweep_without_a_trial_that_ended_says_how_to_run_them_again(context, monkeypatch):
     """Its records stay, so the same command would say the same when the pack has been put there."""
     monkeypatch.setattr(step, "_environment", lambda concurrent: {})
