@@ -92,8 +92,9 @@ def test_the_table_has_what_a_configuration_cost(store):
     table = write_table(sweep, records, context)["text"]
     assert "training FLOPs" in table
     assert table.rstrip().endswith("add --seeds 0,1 (what is trained is kept).")
-    repeated = write_table(sweep.model_copy(update={"seeds": (0, 1)}), records, context)["text"]
-    assert "One seed each" not in repeated
+    for seeds in ((3,), (0, 1)):
+        told = write_table(sweep.model_copy(update={"seeds": seeds}), records, context)["text"]
+        assert ("One seed each" in told) == (len(seeds) == 1)
     assert "training_flops" in store.storage.read_bytes(f"{context.step.folder}/out/table.csv").decode()
     older = [{key: value for key, value in record.items() if key != "training_flops"} for record in records]
     assert "training FLOPs" not in write_table(sweep, older, context)["text"]
