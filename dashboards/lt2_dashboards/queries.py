@@ -43,7 +43,7 @@ CACHED_CURVES = 64  # about 1 MB each
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The store at one moment, as the tables of results_tables.py and two more; `runs` also says of which `workflow` a
+    """The store at one moment, as the tables of results/tables.py and two more; `runs` also says of which `workflow` a
     run is, and the newest `note` on it ('' for none).
 
     numbers  run, metric, value: last values and evaluations together

@@ -48,6 +48,16 @@ def test_without_a_terminal_progress_is_sparse_lines():
     assert stream.getvalue().endswith("pretrain   waiting for 2 places\n")
 
 
+def test_what_is_told_once_stays():
+    for stream in (Terminal(), io.StringIO()):
+        console = Console(stream)
+        console.say(progress(step=1, steps=2))
+        console.say(progress(notice="7 of 813 rows could not be used"))
+        console.say({"step": "pretrain", "event": "done", "attempt": 1})
+        lines = stream.getvalue().split("\r")[-1].splitlines()
+        assert lines[-2:] == ["pretrain   7 of 813 rows could not be used", "pretrain   done"]
+
+
 def test_numbers():
     assert [duration(s) for s in (4.4, 80, 11_100)] == ["4s", "1m20s", "3h05m"]
     assert [amount(n) for n in (982, 1.53e6, 2.4e12, 3e21)] == ["982", "1.53M", "2.4T", "3.00e21"]

@@ -106,6 +106,8 @@ def test_a_plan_says_what_is_asked_and_that_the_pack_is_not_there(tmp_path):
     asked, missing = plan.split("NOT FOUND")
     assert "  perplexity; throughput; diagnostics\n" in asked
     assert "  core, recall, needles from packs/paper\n" in asked
+    deeper = describe_plan(load_workflow("quickstart", ["evaluate.loops=[1, 8]"]), Storage(str(tmp_path)))
+    assert "  perplexity; throughput; diagnostics; each at 1, 8 loops\n" in deeper
     fields = ", ".join(f"evaluate-tasks.tasks.{i}.pack" for i in range(3))
     assert f"  {fields}: " in missing
 

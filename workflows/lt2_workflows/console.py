@@ -25,7 +25,7 @@ class Console:
 
     def say(self, event: dict[str, Any]) -> None:
         with self._lock:
-            if event["event"] == "progress":
+            if event["event"] == "progress" and "notice" not in event["values"]:
                 self._progress(event)
                 return
             line = describe(event)
@@ -53,6 +53,8 @@ class Console:
 def describe(event: dict[str, Any]) -> str | None:
     """The line for an event, or None for one not worth a line."""
     kind, step = event["event"], f"{event['step']:<10}"
+    if kind == "progress":
+        return f"{step} {event['values']['notice']}"  # told once, so it stays
     if kind == "started":
         again = f" (attempt {event['attempt']})" if event["attempt"] > 1 else ""
         return f"{step} started{again}"

@@ -169,7 +169,7 @@ def record(storage: Storage, workflow: str, run: str, *, ended: float | None) ->
     storage.write_json(f"steps/{run}/attempts/1/state.json", state)
 
 
-def test_checkpoints_are_found_by_run_and_by_workflow(tmp_path):
+def test_checkpoints_are_found_by_run_and_by_workflow(tmp_path, capsys):
     storage = Storage(str(tmp_path))
     record(storage, "old", "pretrain-aaa", ended=1.0)
     record(storage, "new", "pretrain-bbb", ended=2.0)
@@ -179,3 +179,8 @@ def test_checkpoints_are_found_by_run_and_by_workflow(tmp_path):
     assert find_checkpoint(storage, "s3://bucket/run") == "s3://bucket/run"
     with pytest.raises(ConfigError, match="'odl'; those in .*: new, old, pretrain-aaa, pretrain-bbb"):
         find_checkpoint(storage, "odl")
+    assert not capsys.readouterr().err
+    both = {"pretrain": "pretrain-aaa", "other": "pretrain-bbb"}
+    storage.write_json("workflows/new-1/dag.json", {"workflow": "new", "ids": both})
+    assert find_checkpoint(storage, "new") == storage.join("steps", "pretrain-bbb", "out")
+    assert capsys.readouterr().err == "new: pretrain-bbb, the newest of 2 runs; `lt2 status new` lists them\n"

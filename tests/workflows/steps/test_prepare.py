@@ -39,6 +39,16 @@ def test_prepare_steps_from_before_sources_had_types_are_found_again(fields, dig
     assert fingerprint(PrepareStep(**fields), {}).startswith(digest)
 
 
+def test_what_a_dataset_holds_is_said_when_it_is_made_and_planned_with():
+    splits = {"train": {"tokens": 870613, "sequences": 6801}, "validation": {"tokens": 44120}}
+    assert prepare.contents(splits) == "871k tokens in 6,801 rows, 44.1k tokens held out"
+    assert prepare.contents(splits | {"train": {"tokens": None, "sequences": None}}) == "44.1k tokens held out"
+    assert prepare.shares({"mixture": [{"source": "a/", "epochs": 1.0}, {"source": "jsonl b", "epochs": 0.731}]}) == (
+        "; epochs of a/ 1.00, of jsonl b 0.73"
+    )
+    assert prepare.shares({}) == ""
+
+
 def context_of(step, root):
     workflow = Workflow("one", {"prepare": step})
     return StepContext(Storage(str(root)), workflow, workflow.steps["prepare"], lambda values: None)
@@ -164,7 +174,8 @@ def test_data_of_which_nothing_could_be_held_out_is_told(tmp_path, monkeypatch, 
     step = PrepareStep(validation_fraction=fraction)
     workflow, told = Workflow("one", {"prepare": step}), []
     prepare.run_prepare(step, StepContext(Storage(str(tmp_path)), workflow, workflow.steps["prepare"], told.append))
-    assert [values["message"].split(",")[0] for values in told] == ["nothing is held out"] * said
+    begun = [values["notice"].split(",")[0] for values in told]
+    assert begun == ["nothing is held out"] * said + ["9 tokens held out"]
 
 
 OWN = """

@@ -3,6 +3,7 @@
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.data.stream import load_manifest
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray import trainer
 from lt2_workflows.console import amount
@@ -108,3 +109,17 @@ def test_the_plan_has_the_flops_of_the_objective(tmp_path, data):
     run = planned_training(context.step.config, context)
     tokens = run.train.steps * run.train.global_batch_size * run.seq_len
     assert f", {amount(tokens * flops_per_token(run, 'none'))} FLOPs" in describe_pretrain(context.step.config, context)
+
+
+def test_the_plan_says_what_a_model_does_that_its_name_does_not(tmp_path, data):
+    def plan(window, **changes):
+        layout = {"type": "uniform", "mixer": {"type": "window", "window": window}}
+        model = MODEL | {"layout": layout, "halting": {"type": "exit_gate"}}
+        steps = {"one": {"type": "pretrain", "data": data, "model": model, "train": train(steps=4, **changes)}}
+        context = context_of(tmp_path / "storage", steps, "one")
+        return describe_pretrain(context.step.config, context)
+
+    seq_len = load_manifest(data)["seq_len"]
+    assert f"; WINDOWS OF {seq_len} SEE WHOLE ROWS of {seq_len}, as full" in plan(seq_len)
+    assert "; objective 'next_token' DOES NOT TRAIN THE EXIT GATE; train.objective.type=exit_gate does" in plan(seq_len)
+    assert ";" not in plan(seq_len - 1, objective={"type": "exit_gate"})

@@ -248,6 +248,7 @@ def test_command_on_any_recipe():
     ]
     assert sweep.seed_keys == ("pretrain.train.seed",)
     assert "report" in sweep.expanded[0].workflow.steps
+    assert [trial.name for trial in command("quickstart", seeds="3,4").expanded] == ["recipe-seed-3", "recipe-seed-4"]
     recall = command("state_recall", seeds="1,2")
     assert {trial.workflow.configs["recall"].seed for trial in recall.expanded} == {1, 2}
 
@@ -255,7 +256,7 @@ def test_command_on_any_recipe():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "quickstart"}, "quickstart is not a sweep .*give --grid as well"),
+        ({"name": "quickstart"}, "quickstart is not a sweep .*give --grid or --seeds as well"),
         ({"name": "ratios"}, "unknown recipe 'ratios'"),
         ({"name": "ratio:7b"}, "unknown size '7b' of a sweep"),
         ({"name": "ratio", "grid": ["pretrain.train.lr=1e-3"]}, "--grid pretrain.train.lr: give a list"),

@@ -203,6 +203,8 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 def find_checkpoint(storage: Storage, name: str) -> str:
     """Where the checkpoints of `name` are: a path or URI; or, under the storage root, a run or a workflow's newest run.
 
+    Which run that is, is said where the workflow has several.
+
     Raises:
         ConfigError: nothing of that name, with the names there are; or the storage cannot be read.
     """
@@ -226,7 +228,10 @@ def find_checkpoint(storage: Storage, name: str) -> str:
         known = sorted({run for _, _, run in trained} | {workflow["name"] for _, workflow, _ in trained})
         there = f"those in {storage.root}: {', '.join(known)}" if known else f"{storage.root} has none yet"
         raise ConfigError(f"no checkpoint, run or workflow {name!r}; {there}")
-    return storage.join("steps", max(mine)[1], "out")
+    newest = max(mine)[1]
+    if len(mine) > 1:
+        typer.echo(f"{name}: {newest}, the newest of {len(mine)} runs; `lt2 status {name}` lists them", err=True)
+    return storage.join("steps", newest, "out")
 
 
 def check_template(name: str | None) -> None:

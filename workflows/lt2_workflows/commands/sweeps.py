@@ -31,8 +31,8 @@ def sweep_workflow(name: str, set_: list[str], grid: list[str], seeds: str | Non
         record = load_workflow(preset).record()
     else:
         base = load_workflow(name)
-        if not grid:
-            raise ConfigError(f"{name} is not a sweep ({', '.join(SHIPPED)}); give --grid as well")
+        if not grid and seeds is None:
+            raise ConfigError(f"{name} is not a sweep ({', '.join(SHIPPED)}); give --grid or --seeds as well")
         raw = {"type": "sweep", "steps": base.record()["steps"], "seed_keys": seed_keys(base)}
         record = {"workflow": f"sweep_{base.name}", "recipe_file": base.recipe_file, "steps": {"sweep": raw}}
     step = record["steps"]["sweep"]

@@ -50,7 +50,9 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
             continue
         pack = task.pack or (f"step {config.pack.step}" if isinstance(config.pack, Ref) else config.pack or "no pack")
         packs.setdefault(pack, []).append((task.suite or ", ".join(task.tasks)) + " as conversations" * bool(task.chat))
-    return "; ".join([*parts, *(f"{', '.join(asked)} from {pack}" for pack, asked in packs.items())])
+    parts += [f"{', '.join(asked)} from {pack}" for pack, asked in packs.items()]
+    parts += [f"each at {', '.join(map(str, config.loops))} loops"] if config.loops else []
+    return "; ".join(parts)
 
 
 def check_fit(config: EvaluateStep, context: StepContext) -> None:

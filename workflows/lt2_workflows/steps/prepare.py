@@ -18,8 +18,10 @@ from lt2_platform.data.tokenizers.tokenize import describe as tokenizer_record
 from lt2_platform.data.tokenizers.tokenize import is_as_recorded, load_tokenizer
 from lt2_platform.remake import remaking
 from lt2_platform.storage_errors import STORAGE_ERRORS
+from lt2_workflows.console import amount
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.local_ray import join_ray
+from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import NotKnownYetError, Place, StepConfig, step_type
 from lt2_workflows.outside import USED_AS_IT_IS
 from lt2_workflows.steps.refs import DatasetRef
@@ -49,6 +51,8 @@ def prepare_places(config: PrepareStep, context: StepContext) -> Iterator[Place]
 def describe_prepare(config: PrepareStep, context: StepContext) -> str:
     how = ", tokenised while training" if config.tokenize == "on_the_fly" else ""
     text = f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}{how}"
+    if (done := read_done(context.storage, context.step)) is not None:
+        text += f": {contents(done['result']['splits'])}"
     changes = input_changes(config, context)
     return f"{text}; {changes}" if changes else text
 
@@ -96,19 +100,33 @@ def run_prepare(config: PrepareStep, context: StepContext) -> dict[str, Any]:
     manifest = prepare(config.inner, context.out)
     if manifest["quarantine"].get("rows"):
         folder = context.storage.join(context.step.folder, "out/quarantine")
-        context.progress({"message": f"{left_out(manifest)}: {folder} says which"})
+        context.progress({"notice": f"{left_out(manifest)}: {folder} says which"})
     if config.validation_fraction and not manifest["splits"]["validation"]["documents"]:
         context.progress(
-            {"message": "nothing is held out, so no evaluation can use this data: it has no two different documents"}
+            {"notice": "nothing is held out, so no evaluation can use this data: it has no two different documents"}
         )
     kept = ("documents", "sequences", "tokens", "unigram_entropy")
     splits = {name: {key: split[key] for key in kept} for name, split in manifest["splits"].items()}
+    context.progress({"notice": contents(splits) + shares(manifest)})
     return {
         "tokenizer": manifest["tokenizer"],
         "seq_len": manifest["seq_len"],
         "splits": splits,
         "quarantine": manifest["quarantine"],
     }
+
+
+def contents(splits: dict[str, Any]) -> str:
+    """'1.2M tokens in 4,688 rows, 24.1k held out'; of what is tokenised while training only the latter is known."""
+    train, held_out = (splits.get(name, {}).get("tokens") or 0 for name in ("train", "validation"))
+    said = f"{amount(held_out)} tokens held out"
+    return f"{amount(train)} tokens in {splits['train']['sequences']:,} rows, {said}" if train else said
+
+
+def shares(manifest: dict[str, Any]) -> str:
+    """Of a mixture, how often it has each source's tokens."""
+    parts = [f"{part['source']} {part['epochs']:.2f}" for part in manifest.get("mixture", [])]
+    return f"; epochs of {', of '.join(parts)}" if parts else ""
 
 
 def left_out(manifest: dict[str, Any]) -> str:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lt2.config import ConfigError, HybridLayout, ModelConfig
-from lt2.layout import realised_ratio
+from lt2.config import ConfigError, ExitGate, HybridLayout, ModelConfig
+from lt2.layout import realised_ratio, schedules
+from lt2.mixer_configs import WindowConfig
 from lt2.train.config import TrainConfig, check_model
+from lt2.train.objectives import ExitGateConfig
 from lt2_platform.train.config import (
     PretrainConfig,
     PretrainModel,
@@ -136,8 +138,20 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         f"{mixing}, "
         f"{config.train.steps - first:,} steps, {amount(tokens)} tokens, "
         f"{amount(tokens * flops_per_token(Training(model, config.train, seq_len), 'none'))} FLOPs, "
-        f"cache {amount(cost['cache_bytes_per_sequence']).replace('B', 'G')}B per sequence of {seq_len:,}" + beginning
+        f"cache {amount(cost['cache_bytes_per_sequence']).replace('B', 'G')}B per sequence of {seq_len:,}"
+        + beginning
+        + "".join(f"; {remark}" for remark in remarks(model, config.train, seq_len))
     )
+
+
+def remarks(model: ModelConfig, train: TrainConfig, seq_len: int) -> Iterator[str]:
+    """What a model will do that its settings do not say to everybody."""
+    mixers = [mixer for schedule in schedules(model) for row in schedule for mixer in row]
+    wide = sorted({mixer.window for mixer in mixers if isinstance(mixer, WindowConfig) and mixer.window >= seq_len})
+    if wide:
+        yield f"WINDOWS OF {', '.join(map(str, wide))} SEE WHOLE ROWS of {seq_len:,}, as full attention does"
+    if isinstance(model.halting, ExitGate) and not isinstance(train.objective, ExitGateConfig):
+        yield f"objective {train.objective.type!r} DOES NOT TRAIN THE EXIT GATE; train.objective.type=exit_gate does"
 
 
 def _named(place: CheckpointRef | str) -> str:

@@ -27,6 +27,13 @@ class SourceConfig(Extension):
 
     noun: ClassVar[str] = "source"
 
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple) and not all(isinstance(item, str) for item in value):
+            mixture = "{type: mixture, sources: [{weight: 0.5, source: …}, …]}"
+            raise ValueError(f"a list is of paths alone; sources of several types are {mixture}")
+        return super().read(value)
+
 
 class FileSource(SourceConfig):
     """Base of the sources that are files of one schema.

@@ -254,6 +254,7 @@ def test_a_source_without_a_usable_row(tmp_path, no_ray):
     ("settings", "message"),
     [
         ({"source": {"type": "fineweb", "path": "x"}}, "unknown source type 'fineweb'; did you mean 'fineweb_edu'?"),
+        ({"source": ["a.txt", {"type": "jsonl", "path": "x"}]}, "a list is of paths alone; sources of several"),
         ({"source": {"type": "jsonl", "path": "x"}, "text_column": "body"}, "text_column is for a source that is a"),
         (
             {"max_documents": 3, "source": {"type": "mixture", "sources": [{"weight": 1, "source": "x"}] * 2}},
