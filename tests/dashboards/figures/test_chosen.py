@@ -176,3 +176,12 @@ def test_a_setting_is_not_left_out_for_the_width_that_was_matched_by_it(store):
             writer.log(1, {"loss": 1.0})
     labels = figure(store).option["yAxis"]["data"]
     assert {"ratio=1:1, ffn_hidden=134", "ratio=1:6, ffn_hidden=127", "ratio=1:6, ffn_hidden=145"} < set(labels)
+
+
+def test_a_word_that_two_kinds_share_is_in_a_label_once(store):
+    gate = {"type": "exit_gate"}
+    for run, halting, objective in (("a", gate, gate), ("b", None, {"type": "next_token"})):
+        config = {"model": {"halting": halting}, "train": {"objective": objective}, "data": {"fingerprint": "x"}}
+        with store.create_run(run, {"config": config}) as writer:
+            writer.log(1, {"validation_loss": 3.0})
+    assert set(figure(store).option["yAxis"]["data"]) == {"exit_gate", "next_token"}
