@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from lt2.config import ConfigError
@@ -38,11 +40,12 @@ def test_the_table_has_the_numbers_that_any_configuration_has(context, failed_fi
 def test_what_became_of_the_others_is_told_below_the_table(context):
     stopped = [trial("s", "stopped") | {"last": {"step": 1234}}, trial("t", "stopped")]
     failed = trial("f", "failed") | {"log": "its/log"}
-    result = step.write_table(context.step.config, [trial("a", "done", speed=2.5), *stopped, failed], context)
+    result = step.write_table(context.step.config, [trial("a", "done", speed=math.nan), *stopped, failed], context)
     *_, one, two, three, _ = result["text"].split("\n")
     assert one == "s stopped by the scheduler at step 1,234"
     assert (two, three) == ("t stopped by the scheduler", "f failed: no pack (log: its/log)")
     assert (result["trials"], result["stopped"], result["failed"]) == (4, 2, 1)
+    assert b"NaN" not in context.storage.read_bytes(f"{context.step.folder}/out/sweep.json")
 
 
 def test_a_sweep_without_a_trial_that_ended_says_how_to_run_them_again(context, monkeypatch):
