@@ -62,6 +62,7 @@ def test_trials_grid_and_seeds_are_crossed():
     assert (first.label, first.group, first.seed) == ("long text=a", "g", 3)
     lines = [first.workflow.configs[name].lines for name in ("first", "second", "third")]
     assert lines == [9, 3, 3]
+    assert [trial.workflow.configs["first"].lines for trial in sweep.expanded] == [9] * 4 + [3] * 4
 
 
 def test_trials_share_the_steps_in_which_they_agree():
@@ -92,6 +93,8 @@ def test_a_sweep_is_identified_by_its_trials():
         fingerprint(steps, grid={"first.lines": (1, 2)}, scheduler={"type": "asha", "grace_steps": 3}),
     ]
     assert len({*same, *others}) == 4
+    plain = SweepStep(steps=steps, grid={"first.lines": (1, 2)})
+    assert plain.identity({}).keys() == {"type", "trials", "scheduler"}, "what is not asked for has no name in it"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,7 @@ def test_a_sweep_is_identified_by_its_trials():
         ({"grid": {"frist.lines": (1,)}}, "unknown step 'frist'; did you mean 'first'"),
         ({"grid": {"first.lines": ("x",)}}, "lines=x: first.lines"),
         ({"grid": {"first.lines": tuple(range(10_001))}}, "10,001 trials; at most 10,000"),
+        ({"grid": {"first.lines": tuple(range(5_001))}, "seeds": (0, 1)}, "10,002 trials; at most 10,000"),
         ({"match_parameters": "pretrain"}, "match_parameters: the recipe has no step 'pretrain'"),
         ({"match_parameters": "first"}, "match_parameters: the recipe has no step 'first' with a model"),
         (
@@ -121,6 +125,11 @@ def test_a_sweep_is_identified_by_its_trials():
 def test_what_cannot_work_is_said_before_anything_runs(fields, message):
     with pytest.raises(ConfigError, match=message):
         check_sweep(SweepStep(steps=fakes(), **fields))
+
+
+def test_a_sweep_needs_places_for_the_widest_step_of_any_trial():
+    trials = (TrialConfig(label=f"{n}", settings={"first.resources.num_workers": n, "first.lines": n}) for n in (4, 2))
+    assert SweepStep(steps=fakes(), trials=tuple(trials)).workers == 4
 
 
 def test_groups_may_have_a_run_in_common():
@@ -151,6 +160,7 @@ def test_labels_tell_keys_apart():
     layouts = [{"type": "hybrid", "mixer": mixer, "ratio": "1:4"} for mixer in (own, plain)]
     labels = [label_of({"layout": layout}, {"layout": layouts}) for layout in layouts]
     assert labels == ["layout=hybrid(mixer=gdn(conv_size=0))", "layout=hybrid(mixer=gdn)"]
+    assert slug("x" * 99) == "x" * 60, "names of folders have limits"
     assert slug("Looped Hybrid (Full+GDN) 1:4") == "looped-hybrid-full-gdn-1-4"
     sweep = SweepStep(steps=fakes(), grid={"first.text": ("A B", "a-b")})
     assert [trial.name for trial in sweep.expanded] == ["text-a-b", "text-a-b-2"]
