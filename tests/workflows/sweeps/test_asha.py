@@ -77,3 +77,10 @@ def test_a_result_counts_at_one_rung_and_not_later_at_those_below(tmp_path):
     assert all(session.decide("a", step, 0.5) for step in (17, 18, 19))  # a fast trial, whose first word comes late
     assert session.decide("b", 4, 2.0)  # the first at its rung
     assert session.decide("c", 4, 1.0)
+
+
+def test_the_best_goes_on_to_its_end_and_says_how_it_ended(tmp_path):
+    session = Session(Storage(str(tmp_path)), "a")
+    assert session.decide("a", 10**9, 0.5)
+    last = session.scheduler.on_trial_result(None, session.trials["a"], {"outcome": {"state": "done"}})
+    assert last == "CONTINUE"
