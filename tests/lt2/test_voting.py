@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from lt2.analysis import accounting
 from lt2.config import ConfigError, RandomLayout
 from lt2.layout import draw_layers
+from lt2.mixers.shared import fused_heads
 from lt2.model import LoopedLM, build
 from lt2.voting import majority_choice, mean_probability, vote_steps, voted_logprobs
 from tests.lt2.tiny import FULL, config, model, tokens
@@ -94,6 +97,14 @@ def test_mixer_reading_keeps_its_own_projection_where_shapes_differ():
     gqa = {**MIXER, "attention": {"type": "full", "num_kv_heads": 1}}
     names = set(build(config(gqa)).blocks[0].mixers["softmax"].state_dict())
     assert names == {"k_proj.weight", "v_proj.weight"}
+
+
+def test_only_projections_made_like_ours_are_shared():
+    def heads(projection, *heads):
+        return fused_heads(SimpleNamespace(qkv_proj=projection, heads=heads), "qkv_proj")
+
+    assert heads(nn.Linear(8, 24), 2, 4, 4) == (2, 4, 4)
+    assert heads(nn.Linear(8, 25), 2, 4, 4) is heads(nn.Linear(8, 24), 2, 4) is heads(nn.Identity(), 2, 4, 4) is None
 
 
 def test_flops_count_the_shared_weights_where_attention_runs():
