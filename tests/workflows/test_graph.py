@@ -41,6 +41,11 @@ class Sink(StepConfig):
     source: NodeRef | str
 
 
+class Readers(StepConfig):
+    type: Literal["readers"] = "readers"
+    sources: list[NodeRef]
+
+
 class Reader(StepConfig):
     type: Literal["reader"] = "reader"
     source: NodeRef = NodeRef(step="a")
@@ -58,6 +63,8 @@ def test_dependencies_are_found_at_any_depth_and_ordered():
     )
     assert list(workflow.steps) == ["a", "b", "c"]
     assert [workflow.steps[name].needs for name in "abc"] == [(), ("a",), ("b",)]
+    listed = Readers(sources=[NodeRef(step=name) for name in "aba"])
+    assert Workflow("w", {"a": Node(), "b": Node(), "c": listed}).steps["c"].needs == ("a", "b")
 
 
 def test_defaults_and_new_defaulted_fields_leave_the_fingerprint_alone():
@@ -70,6 +77,8 @@ def test_defaults_and_new_defaulted_fields_leave_the_fingerprint_alone():
 def test_fingerprint_of_one_config_never_changes():
     # Committed: a change here would make every finished step in the world unfindable.
     assert two(Node(value=3)).steps["b"].id == "b-38ecc99e"
+    assert two(Node(value=3)).id == "two-a64b9909"
+    assert Workflow("w", {"a": Node()}).id != Workflow("w", {"b": Node()}).id
 
 
 def test_resources_are_not_part_of_the_identity():
