@@ -130,6 +130,7 @@ def test_type_tags_stay_in_the_canonical_form():
             "steps refer to each other",
         ),
         ({"A b": Node()}, "'A b' is not a usable name"),
+        ({"a/b": Node()}, "'a/b' is not a usable name"),
         ({"a": {"type": "node"}}, "step a is a dict, not a step's config"),
         ([Node()], "steps are given as a dict, name -> step"),
     ],

@@ -60,6 +60,12 @@ def test_a_type_turns_a_plain_spelling_into_a_config():
         apply_overrides({"prepare": {"source": "books/"}}, [("prepare.source.path", "web/")])
 
 
+def test_what_is_null_makes_way_for_a_config():
+    steps = {"train": {"halting": None}}
+    apply_overrides(steps, [("train.halting.epsilon", 0.1), ("train.halting.type", "act")])
+    assert steps["train"]["halting"] == {"type": "act", "epsilon": 0.1}
+
+
 def test_setting_the_same_type_keeps_its_siblings():
     steps = {"train": {"mixer": {"type": "window", "window": 64}}}
     apply_overrides(steps, [("train.mixer.type", "window")])
