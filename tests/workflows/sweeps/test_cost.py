@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lt2.analysis.accounting import head_flops, training_flops
-from lt2.config import ModelConfig
+from lt2.analysis.accounting import head_flops, parameters, training_flops
+from lt2.config import ConfigError, ModelConfig
 from lt2_platform.results.flops import flops_per_token, spent
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -15,8 +15,11 @@ from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.sweeps.config import SweepStep
-from lt2_workflows.sweeps.step import log_to_runs, with_flops, write_table
+from lt2_workflows.sweeps.step import check_sweep, log_to_runs, with_flops, write_table
+from lt2_workflows.sweeps.tune import count
 from tests.platform.evaluate.tiny import MODEL
+from tests.platform.train.packed import MODEL as HYBRID
+from tests.platform.train.packed import TOKENIZER, model_config, train_config, write_dataset
 from tests.workflows.conftest import FAKE_STEPS
 
 BATCH, SEQ_LEN = 4, 32
@@ -98,3 +101,23 @@ def test_the_table_has_what_a_configuration_cost(store):
     assert "training_flops" in store.storage.read_bytes(f"{context.step.folder}/out/table.csv").decode()
     older = [{key: value for key, value in record.items() if key != "training_flops"} for record in records]
     assert "training FLOPs" not in write_table(sweep, older, context)["text"]
+
+
+def test_parameters_are_those_of_the_vocabulary_of_the_data(store, tmp_path):
+    data = write_dataset(tmp_path / "data", tokenizer=TOKENIZER | {"vocab_size": 500})
+    step = {"type": "pretrain", "data": data, "model": HYBRID, "train": train_config().model_dump(mode="json")}
+    sweep = SweepStep(steps={"pretrain": step}, grid={"pretrain.data": (data, str(tmp_path / "none"))})
+    workflow = Workflow("w", {"sweep": sweep})
+    context = StepContext(store.storage, workflow, workflow.steps["sweep"], lambda values: None)
+    expected = parameters(model_config(vocab_size=500)).total
+    assert [count(trial, context) for trial in sweep.expanded] == [expected, None]
+
+
+def test_what_hangs_on_an_unknown_vocabulary_is_not_matched():
+    step = {"type": "pretrain", "data": "x", "model": HYBRID, "train": train_config().model_dump(mode="json")}
+    fields = {"grid": {"pretrain.model.dim": (16, 32)}, "match_parameters": "pretrain"}
+    with pytest.raises(ConfigError, match=r"dim=32: pretrain\.model: .* set pretrain\.model\.vocab_size"):
+        check_sweep(SweepStep(steps={"pretrain": step}, **fields))
+    given = step | {"model": HYBRID | {"vocab_size": 40, "ffn_hidden": 400}}
+    sizes = [t.workflow.configs["pretrain"].model for t in SweepStep(steps={"pretrain": given}, **fields).expanded]
+    assert [model.ffn_hidden for model in sizes][0] == 400 > sizes[1].ffn_hidden

@@ -229,8 +229,16 @@ def match_parameters(steps: dict[str, Any], step: str, base: Workflow, label: st
     """
     from lt2.analysis.accounting import parameters
 
-    ours = sized(workflow_from_record({"workflow": "trial", "steps": steps}, source=label).configs[step].model)  # type: ignore[attr-defined]
-    difference = parameters(sized(base.configs[step].model)).total - parameters(ours).total  # type: ignore[attr-defined]
+    given: Any = workflow_from_record({"workflow": "trial", "steps": steps}, source=label).configs[step]
+    wanted: Any = base.configs[step]
+    embedded = [(each.model.dim, each.model.tie_embeddings) for each in (given, wanted)]
+    if given.model.vocab_size is None and embedded[0] != embedded[1]:
+        raise ConfigError(
+            f"{label}: {step}.model: how many parameters another dim or tie_embeddings leaves to the FFN hangs on the "
+            f"vocabulary; set {step}.model.vocab_size"
+        )
+    ours = sized(given.model)
+    difference = parameters(sized(wanted.model)).total - parameters(ours).total
     unit = 64 if ours.ffn_dim >= 1024 else 1
     width = ours.ffn_dim + unit * round(difference / (3 * ours.dim * ours.n_layers * unit))
     if width < unit:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -13,9 +14,11 @@ from ray import tune
 from ray.tune.schedulers import FIFOScheduler
 
 from lt2.analysis.accounting import parameters
+from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray.trainer import new_name
 from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
+from lt2_workflows.steps.pretrain import PretrainStep, planned_model
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized, training_step
 from lt2_workflows.sweeps.trial import run_trial
@@ -136,7 +139,7 @@ class TrialRecords(tune.Callback):
         trial = self.trials[name]
         fields = {key: getattr(trial, key) for key in ("name", "label", "group", "seed", "settings")}
         steps = {step: each.id for step, each in trial.workflow.steps.items()}
-        more = {"steps": steps, "parameters": count(trial), "last": self.last.get(name)}
+        more = {"steps": steps, "parameters": count(trial, self.context), "last": self.last.get(name)}
         self.context.storage.write_json(f"{self.folder}/{name}.json", fields | more | dict(outcome))
         self.ended.add(name)
         self._say(f"{name}: {outcome['state']}")
@@ -154,7 +157,15 @@ def _last_line(error_file: str | None) -> str:
     return lines[-1] if lines else "the trial's process was lost"
 
 
-def count(trial: Trial) -> int | None:
-    """Parameters of the trained model, as `sized` has it."""
-    model = getattr(trial.workflow.configs.get(training_step(trial)), "model", None)
-    return None if model is None else parameters(sized(model)).total
+def count(trial: Trial, context: StepContext) -> int | None:
+    """Parameters of the trained model, with the vocabulary of its data; None where there is no such data."""
+    step = trial.workflow.steps.get(training_step(trial))
+    model = getattr(step and step.config, "model", None)
+    if step is None or model is None:
+        return None
+    if isinstance(step.config, PretrainStep):
+        try:
+            model, _ = planned_model(step.config, replace(context, workflow=trial.workflow, step=step))
+        except ConfigError:  # which the trial has failed with
+            return None
+    return parameters(sized(model)).total
