@@ -71,9 +71,17 @@ def test_report_of_a_workflow_with_a_failed_step(storage):
     with ResultsStore(storage).create_run(workflow.steps["root"].id, {"config": {}}) as writer:
         for step in range(1, 6):
             writer.log(step, {"loss": 5.0 / step, "validation_loss": 4.0})
+    for name, code in (("root", {"git": "abc", "dirty": "0123456789"}), ("left", {"git": "abc", "dirty": None})):
+        path = f"{workflow.steps[name].folder}/attempts/1/state.json"
+        state = storage.read_json(path)
+        storage.write_json(path, state | {"provenance": code | {"python": "3.11", "packages": {"torch": f"of {name}"}}})
     folder = write_report(storage, "branches")
     assert folder == f"workflows/{workflow.id}/report"
     text = storage.read_bytes(f"{folder}/report.md").decode()
+    made_with = re.search("Code and packages: git (.*), torch (.*)\\.\n", text)
+    assert made_with is not None
+    assert made_with[1].startswith("abc with uncommitted changes (012345) and abc")
+    assert made_with[2].startswith("of root and of left")
     assert re.search(r"\| left \| failed \| 1 \| \d+s \| left-", text)
     assert "left: ValueError: this step fails (log: " in text
     assert "![loss (nats) by step](figure-1.svg)" in text

@@ -59,12 +59,14 @@ def write_report(storage: Storage, workflow: str, out: str | None = None, *, ste
 
 
 def _overview(storage: Storage, item: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> Section:
-    rows, code = [], {}
+    rows: list[list[Any]] = []
+    code: dict[str, dict[str, None]] = {}  # name: its versions, in the order of the steps
     for step in steps:
         state = read_state(storage, f"steps/{step['id']}", step["attempt"]) if step["attempt"] else {}
         seconds = state["ended"] - state["started"] if state.get("ended") else None
         rows.append([step["name"], step["state"], step["attempt"], duration(seconds) if seconds else "", step["id"]])
-        code |= {"git": state["provenance"]["git"]} | state["provenance"]["packages"] if "provenance" in state else {}
+        for name, version in _code(state["provenance"]) if "provenance" in state else ():
+            code.setdefault(name, {})[version] = None
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     parts: list[Part] = [f"Workflow {item['id']}, storage {storage.root}, written {made}."]
     parts.append(Table(["step", "state", "attempts", "last attempt took", "id"], rows))
@@ -73,10 +75,16 @@ def _overview(storage: Storage, item: Mapping[str, Any], steps: Sequence[Mapping
             log = f" (log: {step['log']})" if step["log"] else ""
             parts.append(f"{step['name']}: {step['error']}{log}")
     if code:
-        parts.append(
-            "Code and packages: " + ", ".join(f"{name} {version}" for name, version in code.items() if version) + "."
-        )
+        named = (f"{name} {' and '.join(versions)}" for name, versions in code.items())
+        parts.append(f"Code and packages: {', '.join(named)}.")
     return Section("Steps", parts)
+
+
+def _code(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if provenance["git"]:
+        changed = provenance["dirty"]
+        yield "git", provenance["git"] + (f" with uncommitted changes ({changed[:6]})" if changed else "")
+    yield from provenance["packages"].items()
 
 
 def _step_sections(storage: Storage, steps: Sequence[Mapping[str, Any]]) -> Iterator[Section]:
