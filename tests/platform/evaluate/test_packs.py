@@ -59,6 +59,8 @@ def test_a_missing_task_is_named_with_the_command_that_adds_it(tmp_path):
     made = f"`lt2 pack ruler {pack} --tokenizer TOKENIZER --tasks niah_single_1,ruler_vt --lengths 1024,4096`, or"
     with pytest.raises(ConfigError, match=f"build with {made}"):
         packs.require(pack, ["niah_single_1_1024", "ruler_vt_4096"])
+    with pytest.raises(ConfigError, match="TOKENIZER --essays FOLDER --tasks niah_single_2 --lengths 1024`"):
+        packs.require(pack, ["niah_single_2_1024"])
     with pytest.raises(ConfigError, match="build with `lt2 pack build .* piqa=PATH` and `lt2 pack ruler "):
         packs.require(pack, ["piqa", "niah_single_1_1024"])
     with pytest.raises(ConfigError, match="not an evaluation pack"):

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from lt2.config import ConfigError
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.answers import check_rows, labelled
+from lt2_platform.evaluate.harness.long_context.needles import TASKS as NEEDLES
 from lt2_platform.evaluate.harness.long_context.ruler import TASKS as RULER_TASKS
 from lt2_platform.evaluate.harness.tasks.sources import read_source
 from lt2_platform.evaluate.harness.tasks.suites import COLUMNS, UPSTREAM
@@ -160,7 +161,9 @@ def _commands(pack: str, tasks: Sequence[str]) -> str:
     commands = [f"`lt2 pack build {pack} {' '.join(f'{task}=PATH' for task in files)}`"] if files else []
     if made:
         names, lengths = (",".join(dict.fromkeys(found)) for found in zip(*made))
-        commands.append(f"`lt2 pack ruler {pack} --tokenizer TOKENIZER --tasks {names} --lengths {lengths}`")
+        hidden = any(name in NEEDLES and NEEDLES[name].haystack == "essays" for name, _ in made)
+        options = f"--tokenizer TOKENIZER{' --essays FOLDER' * hidden} --tasks {names} --lengths {lengths}"
+        commands.append(f"`lt2 pack ruler {pack} {options}`")
     return " and ".join(commands)
 
 
