@@ -15,7 +15,9 @@ import fsspec
 import pytest
 
 LOOPBACK = "127.0.0.1"
-os.environ["WANDB_MODE"] = "disabled"  # every training run would start wandb's own process; its tests ask for it
+# Every training run would start these processes. wandb's tests ask for it; those of clusters take no RAY_* from here.
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
 
 # Tests kill processes, never the machine: what is written is there, synced or not, and syncing took much of their time.
 os.fsync = lambda descriptor: None

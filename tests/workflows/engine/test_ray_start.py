@@ -152,6 +152,7 @@ def test_a_head_is_found_and_entered_by_its_environment_alone_and_leaves_nothing
         assert environment == {**os.environ, "RAY_ADDRESS": "here:1"}
         assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token))
         assert (len(token.read_text()), token.stat().st_mode & 0o777) == (64, 0o600)
+        assert environment[local_ray.WATCHER] == "0"
         assert "RAY_ADDRESS" not in os.environ
     where = {"num_cpus": 3, "log_to_driver": True, "_temp_dir": str(folder), "logging_level": logging.WARNING}
     assert head == [str(token), where, "stopped", None]  # Ray reads the token when it is set, and that it is gone
@@ -164,9 +165,13 @@ def test_a_token_of_the_users_own_is_used_or_put_back(head, monkeypatch):
     with ray_head(1) as environment:
         assert environment["RAY_AUTH_TOKEN_PATH"] != "theirs"  # which is not asked for: nothing says the mode
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == "theirs"
+    assert local_ray.WATCHER not in os.environ
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv(local_ray.WATCHER, "1")
     with ray_head(1) as environment:
         assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", "theirs")
+        assert environment[local_ray.WATCHER] == "1"
+    assert os.environ[local_ray.WATCHER] == "1"
 
 
 def test_rays_processes_start_in_sessions_of_their_own(monkeypatch):

@@ -24,6 +24,7 @@ from lt2_platform.step_records import died_here, this_process
 from lt2_platform.wording import one_line
 
 PREFIX, OWNER = "lt2-ray-", "owner.json"
+WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 STARTS = 3
 ANSWER_SECONDS = 5.0
 
@@ -49,6 +50,8 @@ def ray_head(num_cpus: int, *, log_to_driver: bool = False) -> Iterator[dict[str
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     ours = {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    # Nobody announces that the only machine will go: no process of every training need ask for it.
+    ours |= {} if WATCHER in os.environ else {WATCHER: "0"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:

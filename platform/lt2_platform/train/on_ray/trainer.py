@@ -19,6 +19,7 @@ import ray.train
 from ray._private.worker import get_dashboard_url
 from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from lt2.config import ConfigError
@@ -128,7 +129,8 @@ def pretrain(
 
 
 class Trainer(TorchTrainer):
-    """With our say in what is tried again, and without Ray's cleaner of placement groups where it can only do harm.
+    """With our say in what is tried again, without a process that hands out datasets, of which Ray is given none, and
+    without Ray's cleaner of placement groups where it can only do harm.
 
     Once a second it asks a dashboard whether the controller lives. Where this Ray has none, it writes each time that
     nobody answers, or asks whatever cluster's dashboard is at port 8265 of this machine, which does not know the
@@ -136,10 +138,8 @@ class Trainer(TorchTrainer):
     """
 
     def _create_default_callbacks(self) -> list[Any]:
-        callbacks = super()._create_default_callbacks()
-        if get_dashboard_url():
-            return callbacks
-        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
+        left_out = (DatasetsCallback,) if get_dashboard_url() else (DatasetsCallback, PlacementGroupCleanerCallback)
+        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, left_out)]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         policy = OncePolicy(self.run_config.failure_config or FailureConfig())
