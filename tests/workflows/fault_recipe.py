@@ -1,4 +1,5 @@
-"""A tiny pretraining run and its perplexity on a dataset given with --set, held at a step until a file is there."""
+"""A tiny pretraining run and its perplexity on a dataset given with --set, held at a step until a file is there; and
+the quickstart up to its trained model."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from lt2.train.objectives import ObjectiveConfig
 from lt2_platform.evaluate.config import PerplexityConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
+from lt2_workflows.recipes import quickstart as shipped
 from lt2_workflows.steps import CheckpointRef, EvaluateStep, PretrainStep, TrainResources
 from tests.platform.train.packed import MODEL, train_config
 
@@ -58,3 +60,8 @@ def trained() -> Workflow:
             ),
         },
     )
+
+
+def quickstart() -> Workflow:
+    configs = shipped.quickstart().configs
+    return Workflow("quickstart", {name: configs[name] for name in ("prepare", "pretrain")})

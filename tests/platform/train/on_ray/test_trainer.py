@@ -16,6 +16,7 @@ import ray
 import torch
 from botocore.exceptions import EndpointConnectionError
 from ray.train import ScalingConfig
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from lt2.config import ConfigError
@@ -37,7 +38,7 @@ from tests.ranks import run_ranks
 # The limits are for a machine shared with other test runs; alone this file takes about a minute.
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-STEPS = 100
+STEPS = 160
 
 
 def config(**train) -> PretrainConfig:
@@ -125,57 +126,49 @@ def slow_work(settings):
     return trainer._work(settings)
 
 
-def test_sigterm_to_one_worker_saves_and_new_workers_go_on(tmp_path, on_ranks, local_ray, monkeypatch):
+def test_sigterm_to_a_worker_and_a_request_to_stop_save_and_nothing_is_lost(tmp_path, on_ranks, local_ray, monkeypatch):
+    """One worker is told to end, and new ones go on; then the run is asked to stop, and the same call goes on."""
     monkeypatch.setattr(trainer, "_work", slow_work)
     write_dataset(tmp_path / "data")
-    told, seen = [], []
+    stop, handler = StopRequest(), signal.getsignal(signal.SIGINT)
+    told, seen, handlers, store = [], [], [], ResultsStore(Storage(str(tmp_path)))
 
-    def tell_one():
+    def saved():
+        return [int(event["message"].split()[5]) for event in store.events("run") if event["kind"] == "preemption"]
+
+    def tell():
         while not integrity.complete(str(tmp_path / "run/checkpoints")):
             time.sleep(0.005)
         told.append(workers_of(os.getpid())[-1])
         os.kill(told[0], signal.SIGTERM)
-
-    threading.Thread(target=tell_one, daemon=True).start()
-    handler = signal.getsignal(signal.SIGINT)
-    summary = run(tmp_path, max_failures=0, progress=seen.append)  # it is no failure
-    assert summary["step"] == STEPS
-    assert signal.getsignal(signal.SIGINT) is handler  # Ray's own is gone with the run
-    assert told
-    (event,) = ResultsStore(Storage(str(tmp_path))).events("run")
-    assert event["kind"] == "preemption"
-    assert_equal_runs(tmp_path, on_ranks)
-    writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
-    assert writers == {"0001", "0002"}
-    assert not Path("/proc", str(told[0])).exists()
-    assert seen[-1]["step"] == STEPS
-    assert seen[-1].keys() == {"step", "steps", "loss", "tokens_per_s", "eta_s"}
-    assert run(tmp_path) == summary  # a finished run answers at once, without workers
-
-
-def test_a_request_to_stop_saves_and_ends_the_run_and_the_same_call_goes_on(tmp_path, on_ranks, local_ray, monkeypatch):
-    monkeypatch.setattr(trainer, "_work", slow_work)
-    write_dataset(tmp_path / "data")
-    stop, handler = StopRequest(), signal.getsignal(signal.SIGINT)
-    handlers = []
-
-    def ask():
-        stop.possible.wait()
+        while max((values["step"] for values in seen), default=0) <= max(saved(), default=STEPS):
+            time.sleep(0.05)
         handlers.append(signal.getsignal(signal.SIGINT))
         stop.asked.set()
 
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=tell, daemon=True).start()
+    # A worker that is told to end is no failure.
     with pytest.raises(
         PreemptedError, match=rf"^stopped as asked after step \d+ of {STEPS}, which is saved$"
     ) as stopped:
-        run(tmp_path, config(checkpoint_every=None), stop=stop)
+        run(tmp_path, stop=stop, max_failures=0, progress=seen.append)
     step = int(str(stopped.value).split()[5])
-    assert integrity.complete(str(tmp_path / "run/checkpoints")) == [f"step-{step:08d}"]
+    assert integrity.complete(str(tmp_path / "run/checkpoints"))[-1] == f"step-{step:08d}"
     assert not stop.possible.is_set()
     assert handlers == [handler]  # Ctrl-C is the caller's, who can ask; Ray's handler would end the run unsaved
+    assert not Path("/proc", str(told[0])).exists()
     # An earlier request does not stop it.
-    assert run(tmp_path, config(checkpoint_every=None), stop=StopRequest())["step"] == STEPS
+    summary = run(tmp_path, progress=seen.append)
+    assert summary["step"] == STEPS
+    assert signal.getsignal(signal.SIGINT) is handler  # Ray's own is gone with the run
+    first, second = saved()
+    assert first < second == step
     assert_equal_runs(tmp_path, on_ranks)
+    writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
+    assert writers == {"0001", "0002", "0003"}
+    assert seen[-1]["step"] == STEPS
+    assert seen[-1].keys() == {"step", "steps", "loss", "tokens_per_s", "eta_s"}
+    assert run(tmp_path) == summary  # a finished run answers at once, without workers
 
 
 def test_whoever_follows_progress_survives_a_store_that_is_away(tmp_path, monkeypatch):
@@ -189,20 +182,21 @@ def test_whoever_follows_progress_survives_a_store_that_is_away(tmp_path, monkey
     assert heard == []
 
 
-def test_a_relative_source_is_found_from_the_users_folder(tmp_path, local_ray, monkeypatch):
+def test_a_relative_source_is_found_from_the_users_folder_and_divergence_is_raised_as_itself(
+    tmp_path, local_ray, monkeypatch
+):
     write_dataset(tmp_path / "data")
     shutil.copy(Path(__file__).parents[4] / "examples" / "deltaproduct.py", tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     layout = {"type": "uniform", "mixer": {"type": "deltaproduct", "source": "mine.py"}}
-    fields = {"model": {**MODEL, "layout": layout}, "train": train_config(steps=2).model_dump()}
-    assert run(tmp_path, PretrainConfig.model_validate(fields), num_workers=1, max_failures=0)["step"] == 2
-
-
-def test_errors_that_no_retry_cures_are_raised_as_themselves(tmp_path, local_ray):
-    write_dataset(tmp_path / "data")
+    train = train_config(lr=1e30, grad_clip=None, warmup_steps=0).model_dump()
     started = time.monotonic()
-    with pytest.raises(NonFiniteLossError, match="step 2"):
-        run(tmp_path, config(lr=1e30, grad_clip=None, warmup_steps=0), num_workers=1)
+    with pytest.raises(NonFiniteLossError, match="step 2"):  # no retry cures it
+        run(
+            tmp_path,
+            PretrainConfig.model_validate({"model": {**MODEL, "layout": layout}, "train": train}),
+            num_workers=1,
+        )
     assert time.monotonic() - started < 60
     assert ResultsStore(Storage(str(tmp_path))).run("run").state == "failed"
 
@@ -262,9 +256,10 @@ def test_workers_keep_to_the_fence_of_the_process_that_started_them(tmp_path, mo
 
 
 @pytest.mark.parametrize(("dashboard", "cleans"), [("", 0), ("10.0.0.1:8265", 1)])
-def test_rays_cleaner_asks_the_own_dashboard_or_is_left_out(monkeypatch, dashboard, cleans):
+def test_rays_cleaner_asks_the_own_dashboard_or_is_left_out_as_are_its_datasets(monkeypatch, dashboard, cleans):
     monkeypatch.setattr(trainer, "get_dashboard_url", lambda: dashboard)
     made = trainer.Trainer(lambda settings: None, scaling_config=ScalingConfig(num_workers=1))
     kinds = [type(callback) for callback in made._create_default_callbacks()]
     assert kinds.count(PlacementGroupCleanerCallback) == cleans
+    assert DatasetsCallback not in kinds  # a process to hand out none
     assert len(kinds) > 3
