@@ -59,14 +59,18 @@ class Site:
         self.socket.close()
 
 
+def log_in(context, site: Site) -> None:
+    """As a visit to the link does, but no page is drawn."""
+    assert context.request.get(f"{site.address}{LOGIN}?token={site.access.token}").ok
+
+
 @contextmanager
 def visiting(browser, root: Path) -> Iterator[tuple]:
-    """(page, address) of a dashboard over a store of a test's own."""
+    """(page, address) of a dashboard over a store of a test's own; the page is empty, but logged in."""
     with Site(root) as site:
         context = browser.new_context()
-        page = context.new_page()
-        page.goto(f"{site.address}{LOGIN}?token={site.access.token}")
-        yield page, site.address
+        log_in(context, site)
+        yield context.new_page(), site.address
         context.close()
 
 
@@ -89,13 +93,13 @@ def _answered(message: Any) -> bool:
 
 @pytest.fixture
 def page(browser, site):
-    """A page that has logged in; any script error or breach of the CSP fails the test."""
+    """An empty page that is logged in; any script error or breach of the CSP fails the test."""
     context = browser.new_context(viewport={"width": 1440, "height": 900}, accept_downloads=True)
+    log_in(context, site)
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" and not _answered(m) else None)
-    page.goto(f"{site.address}{LOGIN}?token={site.access.token}")
     yield page
     context.close()
     assert problems == []

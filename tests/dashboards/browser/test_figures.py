@@ -214,6 +214,7 @@ def test_a_figures_parameters_are_its_address(page, site):
 
 def test_a_table_asked_for_before_its_numbers_arrive(page, site):
     """Pressing Table while a small chart's answer, which has no rows, is on its way."""
+    page.goto(site.address)
     drawn(page, 5)
     seen = page.evaluate("""async () => {
         const { figure } = await import("/static/chart.js");

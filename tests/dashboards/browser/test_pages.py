@@ -26,6 +26,7 @@ def test_strangers_are_told_how_to_enter(browser, site):
 
 def test_an_answer_that_broke_off_is_not_kept(page, site):
     """A page left while its answer is read must not leave half of it behind for the next visit's 304."""
+    page.goto(site.address)
     seen = page.evaluate("""async () => {
         const { get } = await import("/static/api.js");
         const real = window.fetch;
@@ -82,6 +83,7 @@ def test_a_narrow_window_scrolls_down_only(page, site):
 
 
 def test_keyboard(page, site):
+    page.goto(site.address)
     drawn(page, 5)
     page.keyboard.press("j")
     page.keyboard.press("j")

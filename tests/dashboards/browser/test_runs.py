@@ -28,6 +28,7 @@ def row_colours(page) -> list[str]:
 
 
 def test_runs_and_their_curves(page, site):
+    page.goto(site.address)
     drawn(page, 5)
     assert rows(page)[0] == "live-4"
     assert page.locator("tr", has_text="stalled-5").locator(".status").inner_text() == "stalled"
@@ -49,6 +50,7 @@ def test_runs_and_their_curves(page, site):
 
 
 def test_selection_filter_and_sort_live_in_the_address(page, site):
+    page.goto(site.address)
     drawn(page, 5)
     page.get_by_label("Draw full-1").uncheck()
     page.wait_for_url("**/?sel=live-4,stalled-5,gdn-3,hybrid-2")
@@ -92,6 +94,7 @@ def test_a_live_run_grows_on_the_page(page, site):
 
 
 def test_a_new_run_appears(page, site):
+    page.goto(site.address)
     drawn(page, 5)
     with site.store.create_run("newcomer", {"config": {"train": {"lr": 1}}}) as writer:
         writer.log(1, {"loss": 3.0})
@@ -218,6 +221,7 @@ def test_a_result_keeps_its_digits_beside_a_count(page, site):
 
 
 def test_columns_and_charts_are_chosen_one_after_the_other(page, site):
+    page.goto(site.address)
     drawn(page, 5)
     for menu, first, second, kept in (
         ("Columns", "tokens_per_s", "loss", r"cols=(?!.*\bloss\b)(?!.*tokens_per_s)"),
