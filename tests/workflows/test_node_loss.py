@@ -34,36 +34,55 @@ RECIPE = f"{Path(__file__).with_name('fault_recipe.py')}:trained"
 HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 8}
 
 
-@pytest.fixture
-def cluster(monkeypatch):
-    """A head without CPUs, as a cluster's is, and two nodes with one each."""
-    for name in [name for name in os.environ if name.startswith("RAY_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    import ray
-    from ray.cluster_utils import Cluster
+@pytest.fixture(scope="module")
+def head():
+    """A head without CPUs, as a cluster's is, for the tests one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            patch.delenv(name)
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        import ray
+        from ray.cluster_utils import Cluster
 
-    folder = tempfile.mkdtemp(prefix="lt2-c-")
-    head = {"num_cpus": 0, "temp_dir": folder, "include_dashboard": False, "_system_config": HEALTH}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        made.add_node(num_cpus=1)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix="lt2-c-")
+        head = {"num_cpus": 0, "temp_dir": folder, "include_dashboard": False, "_system_config": HEALTH}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        yield made
+        ray.shutdown()
+        made.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(head):
+    """Two nodes with one CPU each, beside the head."""
+    while len(head.worker_nodes) < 2:
+        head.add_node(num_cpus=1)
+    return head
+
+
+@pytest.fixture
+def start(head, tmp_path):
+    """Starts a driver on the cluster, with its output in `<tmp_path>/log`; it does not outlive its test."""
+    drivers: list[subprocess.Popen] = []
+
+    def start(*command: str) -> subprocess.Popen:
+        environment = dict(os.environ) | {"RAY_ADDRESS": head.address}
+        with (tmp_path / "log").open("a") as log:
+            drivers.append(subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environment))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.kill()
+        driver.wait()
 
 
 def lose(cluster, node) -> None:
     """SIGKILL to the raylet and all of its workers."""
     cluster.remove_node(node, allow_graceful=False)
-
-
-def start(arguments: list[str], address: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "lt2_workflows.cli", *arguments]
-    environment = dict(os.environ) | {"RAY_ADDRESS": address}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def undisturbed(config, data: str, out: Path):
@@ -85,13 +104,13 @@ def weights_and_losses(run_folder: str, root: str, run: str):
     return load_model(run_folder)[0].state_dict(), dict(zip(metrics["step"], metrics["value"], strict=True))
 
 
-def test_a_sweep_loses_a_node_and_then_its_driver(cluster, tmp_path):
+def test_a_sweep_loses_a_node_and_then_its_driver(cluster, start, tmp_path):
     """Two trials train side by side; one's node is lost, so it goes on on the other; then the driver is killed."""
     data, root = write_dataset(tmp_path / "data"), tmp_path / "storage"
     gate = tmp_path / "gate"
     sets = [f"pretrain.data={data}", f"evaluate.data={data}", f"pretrain.train.objective.gate={gate}"]
     grid = ["pretrain.train.lr=[0.01, 0.003]"]
-    arguments = ["sweep", RECIPE, "--storage", str(root), "--lease-ttl", "3"]
+    arguments = ["-m", "lt2_workflows.cli", "sweep", RECIPE, "--storage", str(root), "--lease-ttl", "3"]
     arguments += [part for item in sets for part in ("--set", item)] + ["--grid", *grid]
     trials = sweep_workflow(RECIPE, sets, grid, None, {}).configs["sweep"].expanded
     folders = [root / trial.workflow.steps["pretrain"].folder for trial in trials]
@@ -99,7 +118,7 @@ def test_a_sweep_loses_a_node_and_then_its_driver(cluster, tmp_path):
     def saved(folder: Path) -> bool:
         return bool(list(folder.glob("out/checkpoints/step-*/COMPLETE")))
 
-    driver = start(arguments, cluster.address)
+    driver = start(*arguments)
     wait_until(lambda: all(map(saved, folders)), "a checkpoint of both trials", 300)
     lose(cluster, next(iter(cluster.worker_nodes)))
     gate.touch()
@@ -107,10 +126,8 @@ def test_a_sweep_loses_a_node_and_then_its_driver(cluster, tmp_path):
     ended = [folder for folder in folders if (folder / "done.json").exists()]
     assert len(ended) == 1, "both ended before the driver was killed"
     driver.kill()
-    driver.communicate()
-    again = start(arguments, cluster.address)
-    output, _ = again.communicate(timeout=900)
-    assert again.returncode == 0, output
+    driver.wait()
+    assert start(*arguments).wait(900) == 0, (tmp_path / "log").read_text()
     attempts = {folder.name: len(list((folder / "attempts").iterdir())) for folder in ended}
     for trial, folder in zip(trials, folders, strict=True):
         found = weights_and_losses(str(folder / "out"), str(root), folder.name)
@@ -140,7 +157,7 @@ with open(sys.argv[1] + ".rows", "wb") as file:
 """
 
 
-def test_an_evaluation_loses_a_node(cluster, tmp_path):
+def test_an_evaluation_loses_a_node(cluster, start, tmp_path):
     """In a process of its own, as in life: actors of earlier Rays in this one have the same ids, and if their handles
     are collected late they take these along."""
     pack = str(tmp_path / "pack")
@@ -150,9 +167,7 @@ def test_an_evaluation_loses_a_node(cluster, tmp_path):
     expected = evaluate_checkpoint(checkpoint, [config], data=None, out=str(tmp_path / "here"))
     job = tmp_path / "job"
     job.write_bytes(pickle.dumps((checkpoint, config, str(tmp_path / "out"))))
-    command = [sys.executable, "-c", EVALUATE, str(job)]
-    log = (tmp_path / "log").open("w+")
-    driver = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ) | {"RAY_ADDRESS": cluster.address})
+    driver = start("-c", EVALUATE, str(job))
 
     def answered() -> bool:
         assert driver.poll() is None, (tmp_path / "log").read_text()  # too early to be disturbed
