@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from scipy.special import stdtr
-
 _SAME = 1e-12  # of the mean: a spread below it is the sums' rounding
 
 
@@ -38,4 +36,6 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 def two_sided(t: float, degrees: float) -> float:
     """Both tails of Student's distribution beyond t >= 0."""
+    from scipy.special import stdtr  # a tenth of a second and more, for which each command would wait
+
     return 2 * float(stdtr(degrees, -t))
