@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Tests start hundreds of processes: where an environment says so, each would compile all of LT2 anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint install chromium clean
 
