@@ -50,7 +50,7 @@ def allocated_peak(run):
 
 
 def measured(config, settings, teacher=None, topk=None):
-    """Weights and the allocator's peak in two steps of the loop, on this rank; the second has moments."""
+    """Weights, moments and the allocator's peak in a step of the loop that finds these, on this rank."""
     model = build(config)
     freeze(model, lambda name: settings.objective.lr_scale(name, config))
     parallel.wrap_blocks(model, recompute=settings.recompute)
@@ -65,6 +65,11 @@ def measured(config, settings, teacher=None, topk=None):
         if asked is not None:
             parallel.shard(asked, mesh, param_dtype=dtype, keep=settings.keep_gathered)
     optimizer = build_optimizer(model, settings.optimizer, lr=1e-4)
+    learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in learned:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
     generator = torch.Generator().manual_seed(0)
     shape = (settings.global_batch_size // ranks, L + 1)
     batch = Batch(torch.randint(0, config.vocab_size, shape, generator=generator))
@@ -72,8 +77,9 @@ def measured(config, settings, teacher=None, topk=None):
         stored = (shape[0], L, config.n_loops, topk)
         batch.topk_logits, batch.topk_ids = torch.zeros(stored).half(), torch.zeros(stored, dtype=torch.int32)
     objective = settings.objective.build(settings, asked)
-    limited = settings.model_copy(update={"steps": 2})
+    limited = settings.model_copy(update={"steps": 1})
     held = sum(_local_bytes(p) for each in (model, asked) if each is not None for p in each.parameters())
+    held += sum(_local_bytes(moment) for parameter in learned for moment in optimizer.state[parameter].values())
     held += sum(t.nbytes for t in (batch.topk_logits, batch.topk_ids) if t is not None)
     data = iter(lambda: batch, None)
     return held + allocated_peak(
