@@ -20,7 +20,7 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from lt2.config import ConfigError
-from lt2.train.loop import NonFiniteLossError, PreemptedError
+from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
 from lt2_platform.fence import FENCE
 from lt2_platform.machine import cores
 from lt2_platform.results.parts import list_parts
@@ -31,14 +31,15 @@ from lt2_platform.train.checkpoints import checkpoint, integrity
 from lt2_platform.train.on_ray import trainer
 from lt2_platform.train.on_ray.stopping import StopRequest
 from lt2_platform.train.on_ray.trainer import PretrainConfig, pretrain
-from tests.platform.train.packed import MODEL, train_config, write_dataset
-from tests.platform.train.test_worker import losses, open_run
+from tests.platform.train.packed import MODEL, checkpoints, train_config, write_dataset
+from tests.platform.train.test_worker import losses, open_run, pretrain_config
 from tests.ranks import run_ranks
 
 # The limits are for a machine shared with other test runs; alone this file takes about a minute.
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 STEPS = 160
+SHORT = {"steps": 8, "checkpoint_every": 4}
 
 
 def config(**train) -> PretrainConfig:
@@ -199,6 +200,27 @@ def test_a_relative_source_is_found_from_the_users_folder_and_divergence_is_rais
         )
     assert time.monotonic() - started < 60
     assert ResultsStore(Storage(str(tmp_path))).run("run").state == "failed"
+
+
+def preempted(root):
+    asked = iter([0, 0, STOP] + [0] * 9)
+    with pytest.raises(PreemptedError):
+        worker.run(open_run(Path(root), pretrain_config(**SHORT)), stop=lambda: next(asked))
+
+
+def test_a_run_of_two_workers_goes_on_with_the_one_there_is_room_for(tmp_path, local_ray):
+    def world_size():
+        newest = checkpoints(tmp_path / "run")[-1]
+        return Storage(f"{tmp_path}/run/checkpoints/{newest}").read_json("checkpoint.json")["world_size"]
+
+    write_dataset(tmp_path / "data")
+    worker.run(open_run(tmp_path, pretrain_config(**SHORT), "undisturbed"))
+    run_ranks(preempted, 2, str(tmp_path))
+    assert world_size() == 2
+    summary = run(tmp_path, pretrain_config(**SHORT), min_workers=1, cpus_per_worker=2)  # of two CPUs
+    assert (summary["step"], summary["position"]) == (8, 64)
+    assert world_size() == 1
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path, "undisturbed"), rel=1e-5)
 
 
 @pytest.mark.parametrize(
