@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -52,6 +53,7 @@ def start(root: Path) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
+@cache  # asked every few milliseconds while a test waits
 def pretrain_folder(root: Path) -> Path:
     return root / load_workflow(RECIPE, OVERRIDES).steps["pretrain"].folder
 
