@@ -185,12 +185,17 @@ prepare(PrepareConfig.model_validate_json(sys.argv[1]), sys.argv[2], parallelism
 """
 
 
-@pytest.mark.parametrize("moment", ["tokenised 2 of", "wrote 1 of"])
-def test_killed_run_goes_on_and_ends_the_same(prepared, corpus, tmp_path, monkeypatch, moment):
-    """The child starts its own Ray, as a user without one does, and dies while units or shards are being made."""
+@pytest.mark.parametrize(("moment", "own_ray"), [("tokenised 2 of", True), ("wrote 1 of", False)])
+def test_killed_run_goes_on_and_ends_the_same(prepared, corpus, tmp_path, monkeypatch, moment, own_ray):
+    """The child dies while units are being made, on a Ray of its own, as a user without one has, which ends with it; or
+    shards, on one that lives on."""
+    import ray
+
     out = tmp_path / "out"
     config = PrepareConfig(source=str(corpus[0]), **CONFIG)
-    child = subprocess.run([sys.executable, "-c", KILLED_RUN, config.model_dump_json(), str(out), moment], timeout=120)
+    address = {} if own_ray else {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-c", KILLED_RUN, config.model_dump_json(), str(out), moment]
+    child = subprocess.run(command, env=os.environ | address, timeout=120)
     assert child.returncode == -signal.SIGKILL
     assert not (out / "manifest.json").exists()
     assert (out / "train").exists() == (moment == "wrote 1 of")
