@@ -9,6 +9,7 @@ from torch import nn
 
 from lt2.analysis import accounting
 from lt2.model import build
+from lt2.ops.attention import attention_decode
 from lt2.ops.reference import softmax_attention
 from lt2.sequence import rotate
 from tests.lt2.tiny import FULL, HYBRID, config, model, tokens
@@ -40,7 +41,12 @@ def test_schedule_runs_each_loop_with_its_own_mask_on_one_set_of_weights(layout:
 
 
 @pytest.mark.parametrize("layout", [COARSE_TO_FINE, FINE_TO_COARSE])
-def test_schedule_decodes_with_one_window_sized_cache_per_loop(layout: dict):
+def test_schedule_decodes_with_one_window_sized_cache_per_loop(layout: dict, monkeypatch):
+    def checked(q, k, v, lengths):
+        assert lengths.max() <= k.shape[1], "a kernel would read beyond the cache"
+        return attention_decode(q, k, v, lengths)
+
+    monkeypatch.setattr("lt2.mixers.attention.attention_decode", checked)
     net = model(layout, n_loops=4)
     x = tokens(2, 16)
     whole = net(x).hidden
