@@ -15,6 +15,7 @@ from lt2.config import ConfigError
 from lt2.generate import generate
 from lt2.mixer_configs.delta import delta_rule_flops
 from lt2.mixer_configs.linear import linear_attention_flops
+from lt2.mixers.recurrent import init_decay
 from lt2.model import build
 from lt2.ops.recurrence import chunking
 from lt2.ops.recurrence.gated_delta import gated_delta_rule
@@ -193,6 +194,16 @@ def test_decays_start_in_the_range_of_mamba2s(kind: str, least: float):
     for found, low, high in ((A, least, 16.0), (dt.log(), math.log(1e-3), math.log(1e-1))):
         assert low - 1e-3 <= float(found.min()) < low + (high - low) / 16
         assert high - (high - low) / 8 < float(found.max()) <= high + 1e-3
+
+
+def test_a_time_step_starts_as_it_was_drawn():
+    A, bias = torch.empty(9), torch.empty(99)
+    torch.manual_seed(0)
+    init_decay(A, bias, least=1.0)
+    torch.manual_seed(0)
+    torch.testing.assert_close(A.exp(), torch.empty(9).uniform_(1, 16))
+    drawn = torch.empty(99).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    torch.testing.assert_close(torch.nn.functional.softplus(bias), drawn, rtol=1e-5, atol=0)
 
 
 def test_global_depth_init_shrinks_only_the_projections_into_the_residual_stream():
