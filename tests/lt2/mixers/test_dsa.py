@@ -119,6 +119,8 @@ def test_warm_up_is_dense_and_then_sparse():
     assert not torch.allclose(sparse, dense, rtol=1e-3)
     assert torch.equal(net(ids).hidden, sparse)  # no step: evaluation is sparse
     assert (net(ids, step=2).aux["dsa"] != net(ids, step=3).aux["dsa"]).all()
+    assert net.training
+    assert net(ids, cache=net.init_cache(2, L)).aux == {}, "what is decoded teaches nothing"
 
 
 def test_loss_is_summed_over_layers_and_averaged_over_loops(monkeypatch):
