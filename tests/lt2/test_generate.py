@@ -68,6 +68,16 @@ def test_draws_of_a_random_layout_vote_on_every_token():
             row.append(token)
 
 
+def test_another_depth_is_that_of_every_token():
+    net, texts = model(), [[1, 2], [3]]
+    found = generate(net, texts, max_new_tokens=6, n_loops=1)
+    assert found != generate(net, texts, max_new_tokens=6)
+    for row, new in zip(texts, found):
+        for token in new:
+            assert token == net.logits(net(torch.tensor([row]), n_loops=1).hidden[0, -1]).argmax()
+            row.append(token)
+
+
 def test_nothing_asked_for_is_nothing_given():
     assert generate(model(), [[1], [2]], max_new_tokens=0) == [[], []]
     assert generate(model(), [], max_new_tokens=3) == []

@@ -60,6 +60,12 @@ def test_a_type_turns_a_plain_spelling_into_a_config():
         apply_overrides({"prepare": {"source": "books/"}}, [("prepare.source.path", "web/")])
 
 
+def test_what_is_set_inside_a_value_that_is_set_too_comes_after_it():
+    steps = {"train": {"mixer": {"type": "gdn"}}}
+    apply_overrides(steps, [("train.mixer.window", 8), ("train.mixer", {"type": "window", "window": 64})])
+    assert steps["train"]["mixer"] == {"type": "window", "window": 8}
+
+
 def test_what_is_null_makes_way_for_a_config():
     steps = {"train": {"halting": None}}
     apply_overrides(steps, [("train.halting.epsilon", 0.1), ("train.halting.type", "act")])
