@@ -106,6 +106,8 @@ def _loaded(location: str, spec: str) -> Tokenizer:
 def _load(location: str, spec: str) -> Tokenizer:
     if location == "byte":
         return ByteTokenizer()
+    if filesystem(location).isdir(location):
+        raise ConfigError(f"tokenizer {spec} is a folder; give the tokenizer.json or *.tiktoken file in it")
     if not location.endswith((".tiktoken", ".json")):
         meta = " (Llama 3's tokenizer.model is one: copy or link it under such a name)" * location.endswith(".model")
         raise ConfigError(
@@ -124,8 +126,6 @@ def _llama3(name: str, content: bytes) -> Tokenizer:
 
 def _read(location: str, spec: str) -> bytes:
     fs = filesystem(location)
-    if fs.isdir(location):
-        raise ConfigError(f"tokenizer file {spec} is a folder; give the tokenizer.json or *.tiktoken file in it")
     if not fs.exists(location):
         raise ConfigError(
             f"tokenizer file {spec} does not exist; use byte, or a path to a tokenizer.json or *.tiktoken"

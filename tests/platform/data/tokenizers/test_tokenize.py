@@ -135,8 +135,9 @@ def test_unknown_names(tmp_path):
     with pytest.raises(ConfigError, match=r"^tokenizer file /no/such\.json does not exist; use byte, or a path to a"):
         load_tokenizer("/no/such.json")
     (tmp_path / "hub.json").mkdir()
-    with pytest.raises(ConfigError, match=r"^tokenizer file .*/hub\.json is a folder; give the tokenizer\.json or"):
-        load_tokenizer(str(tmp_path / "hub.json"))
+    for folder in (tmp_path / "hub.json", tmp_path):
+        with pytest.raises(ConfigError, match=rf"^tokenizer {folder} is a folder; give the tokenizer\.json or"):
+            load_tokenizer(str(folder))
     with pytest.raises(ConfigError, match=r"tokenizer\.model is one: copy or link it under such a name"):
         load_tokenizer("Meta-Llama-3-8B/tokenizer.model")
 
