@@ -22,8 +22,8 @@ from lt2.ops.dispatch import announce
 def merge_projections(model: LoopedLM) -> None:
     """In place, for decoding: the projections of one input become rows of one matrix, and so one kernel.
 
-    The layers' own weights become views of it: names, parameters and memory stay what they are. Do it last, as moving
-    or casting the model afterwards would part them. With gradients on, the layers' own weights are used.
+    The layers' own weights become views of it: names, parameters and memory stay what they are. Do it last, as moving,
+    casting or deep-copying the model afterwards would part them. With gradients on, the layers' own weights are used.
     """
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
