@@ -25,9 +25,9 @@ class Muon(torch.optim.Optimizer):
     """Groups that give `newton_schulz_steps` and `momentum` take Muon's steps, all others AdamW's.
 
     With gradient G, M ← momentum·M + (1 − momentum)·G, and with Nesterov's look ahead the update is
-    0.2·√max(m, n) · orthogonalised((1 − momentum)·G + momentum·M). Its elements are as large as AdamW's, so both kinds
-    of groups share a learning rate and a decoupled weight decay. A matrix is what is stored as one: several
-    projections that are one product are one matrix.
+    0.2·√max(m, n) · orthogonalised((1 − momentum)·G + momentum·M). Its elements are as large as AdamW's late in a
+    run, so both kinds of groups share a learning rate and a decoupled weight decay. A matrix is what is stored as one:
+    several projections that are one product are one matrix.
 
     Each of W workers orthogonalises every W-th matrix of a shape whole, between two all-to-alls; groups of a hybrid
     mesh all do the same. Orthogonalised in bf16 on CUDA, elsewhere in the weights' dtype. `found_inf`, where set and
