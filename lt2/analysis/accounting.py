@@ -114,14 +114,12 @@ def objective_flops(
 
 def _frozen_gradient_flops(config: ModelConfig, objective: ObjectiveConfig, heads: float) -> float:
     """FLOPs per token of gradients to weights whose learning rate is multiplied by 0."""
+    if type(objective).lr_scale is ObjectiveConfig.lr_scale:  # most train everything; no need to look at each weight
+        return 0.0
 
     def frozen(part: str, module: nn.Module) -> float:
-        names = (name for name, p in module.named_parameters() if p.dim() > 1)
-        return sum(
-            2.0 * module.get_parameter(name).numel()
-            for name in names
-            if not objective.lr_scale(f"{part}.{name}", config)
-        )
+        weights = ((name, p) for name, p in module.named_parameters() if p.dim() > 1)
+        return sum(2.0 * p.numel() for name, p in weights if not objective.lr_scale(f"{part}.{name}", config))
 
     blocks = _blocks(config)
     uses = sum(

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lt2.train.loss import Objective
-from lt2.train.parallel import Sharding, reshard
+from lt2.train.parallel import Sharding, local, reshard
 
 if TYPE_CHECKING:
     from lt2.train.batch import Batch
@@ -144,7 +143,7 @@ def find_origin(
             ids = () if part.ids is None else tuple(part.ids.tolist())
             found = Origin(**(watched.place or {"place": "loss"}), rank=rank, sequences=ids)
     reshard(sharding)
-    weight = next((name for name, p in model.named_parameters() if not _finite(_local(p))), None)
+    weight = next((name for name, p in model.named_parameters() if not _finite(local(p))), None)
     mine = (found, weight)
     everyone: list[Any] = [mine]
     if sharding is not None:
@@ -187,7 +186,3 @@ class _Watched:
 
 def _finite(values: Tensor) -> bool:
     return bool(values.isfinite().all())
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

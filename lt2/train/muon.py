@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lt2.train.parallel import blocks_of, local
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that Jordan et al. iterate: 5 times, and singular values from 0.003 to 1 are between 0.68 and 1.21."""
 
@@ -66,24 +68,24 @@ class Muon(torch.optim.Optimizer):
         lr, (m, n) = group["lr"], matrices[0].shape
         updates = [self._ahead(p, group["momentum"], bad) for p in matrices]
         for p, update in zip(matrices, _orthogonalise_shards(updates, matrices[0], group["newton_schulz_steps"])):
-            weight = _local(p)
+            weight = local(p)
             stepped = weight * (1 - lr * group["weight_decay"])
             _assign(weight, stepped.add_(update, alpha=-lr * RMS * math.sqrt(max(m, n))), bad)
 
     def _ahead(self, p: nn.Parameter, momentum: float, bad: Tensor | None) -> Tensor:
         """This worker's part of what is to be orthogonalised, (m_r, n); moves its part of the momentum."""
+        assert p.grad is not None  # `_at_a_time` leaves others out
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffer, grad = _local(self.state[p]["momentum_buffer"]), _local(p.grad)
+        buffer, grad = local(self.state[p]["momentum_buffer"]), local(p.grad)
         _assign(buffer, buffer.lerp(grad, 1 - momentum), bad)
         return grad.lerp(buffer, momentum).to(torch.bfloat16 if grad.is_cuda else grad.dtype)
 
 
-def matrices_in_blocks(model: nn.Module) -> set[nn.Parameter]:
+def matrices_in_blocks(model: nn.Module) -> list[nn.Parameter]:
     """Weights of linear layers inside `model.blocks`: not embeddings, heads, convolutions, norms or bare parameters."""
-    blocks: Any = model.blocks
-    layers = (layer for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear))
-    return {layer.weight for layer in layers}  # type: ignore[misc]  a Parameter, though nn.Linear says Tensor
+    layers = (layer for block in blocks_of(model) for layer in block.modules() if isinstance(layer, nn.Linear))
+    return list(dict.fromkeys(layer.weight for layer in layers))  # type: ignore[misc]  nn.Linear says Tensor
 
 
 def orthogonalised(x: Tensor, steps: int) -> Tensor:
@@ -135,10 +137,6 @@ def _exchange(values: Tensor, sent: list[int], received: list[int], group: dist.
 def _shard_group(p: Tensor) -> dist.ProcessGroup | None:
     """Workers that hold a part of `p` each; the last dimension of a hybrid mesh is the one that shards."""
     return p.device_mesh.get_group(p.device_mesh.ndim - 1) if isinstance(p, DTensor) else None
-
-
-def _local(value: Any) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _assign(target: Tensor, value: Tensor, bad: Tensor | None) -> None:

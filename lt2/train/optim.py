@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,25 +27,21 @@ def param_groups(
     weight_decay: float,
     decay_all: bool = False,
     lr_scale: Callable[[str], float] | None = None,
-    matrices: Collection[nn.Parameter] = (),
 ) -> list[dict[str, Any]]:
     """Groups of the trainable parameters, split by weight decay; `decay_all` is the paper's decay-everything.
 
     lr_scale: of a parameter's name, what its learning rate is multiplied by (see `set_lr`). Sharded and replicated
-    parameters get separate groups: torch's multi-tensor kernels reject a mixture of the two. So do `matrices`, whose
-    groups have "matrices" true.
+    parameters get separate groups: torch's multi-tensor kernels reject a mixture of the two.
     """
-    groups: dict[tuple[float, float, bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
         decay = weight_decay if decay_all or decays(name, parameter) else 0.0
         scale = 1.0 if lr_scale is None else lr_scale(name)
-        key = (decay, scale, isinstance(parameter, DTensor), parameter in matrices)
-        groups.setdefault(key, []).append(parameter)
+        groups.setdefault((decay, scale, isinstance(parameter, DTensor)), []).append(parameter)
     return [
-        {"params": params, "weight_decay": decay, "lr_scale": scale, "matrices": together}
-        for (decay, scale, _, together), params in groups.items()
+        {"params": params, "weight_decay": decay, "lr_scale": scale} for (decay, scale, _), params in groups.items()
     ]
 
 
@@ -67,8 +63,7 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW over the model's trainable parameters; build it after sharding, so that its state is sharded too."""
     groups = param_groups(model.named_parameters(), weight_decay=weight_decay, decay_all=decay_all, lr_scale=lr_scale)
-    fused = all(p.is_cuda for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=_on_cuda(groups))
 
 
 def muon(
@@ -83,25 +78,23 @@ def muon(
     **adamw_options: Any,
 ) -> Muon:
     """Muon over trainable matrices in `model.blocks`, AdamW (betas, eps) over the rest; build it after sharding."""
-    groups = param_groups(
-        model.named_parameters(),
-        weight_decay=weight_decay,
-        decay_all=decay_all,
-        lr_scale=lr_scale,
-        matrices=matrices_in_blocks(model),
-    )
-    for group in groups:
-        if group["matrices"]:
-            group |= {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
-    fused = all(p.is_cuda for group in groups for p in group["params"])
-    return Muon(groups, lr=lr, weight_decay=weight_decay, fused=fused, **adamw_options)
+    matrices = set(matrices_in_blocks(model))
+    ours = [(name, p) for name, p in model.named_parameters() if p in matrices]
+    others = [(name, p) for name, p in model.named_parameters() if p not in matrices]
+    options: dict[str, Any] = {"weight_decay": weight_decay, "decay_all": decay_all, "lr_scale": lr_scale}
+    steps = {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
+    groups = [group | steps for group in param_groups(ours, **options)] + param_groups(others, **options)
+    return Muon(groups, lr=lr, weight_decay=weight_decay, fused=_on_cuda(groups), **adamw_options)
+
+
+def _on_cuda(groups: list[dict[str, Any]]) -> bool:
+    return all(p.is_cuda for group in groups for p in group["params"])
 
 
 def build_optimizer(model: nn.Module, config: AnyOptimizer, **settings: Any) -> torch.optim.Optimizer:
     """What `train.optimizer` names; settings as of `adamw`."""
     if isinstance(config, MuonConfig):
-        chosen = {"momentum": config.momentum, "newton_schulz_steps": config.newton_schulz_steps}
-        return muon(model, **chosen, **settings)
+        return muon(model, **config.model_dump(exclude={"type"}), **settings)
     return adamw(model, **settings)
 
 

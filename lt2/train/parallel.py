@@ -294,4 +294,9 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
     for parameter in model.parameters():
         grad = parameter.grad
         if grad is not None:
-            (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor.to(grad.dtype))
+            local(grad).mul_(factor.to(grad.dtype))
+
+
+def local(value: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, in the same memory; any other as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value

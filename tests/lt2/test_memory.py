@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -88,7 +87,7 @@ def measured(config, settings, teacher=None, topk=None):
 
 
 def _local_bytes(parameter):
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
+    return parallel.local(parameter).nbytes
 
 
 GATED = {"mixer": "full", "n_loops": 8, "halting": {"type": "exit_gate"}}

@@ -160,7 +160,7 @@ def trained(shard_workers=None):
         name: optimizer.state[p] for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]
     }
     held = {name: state["momentum_buffer"] for name, state in parts.items()}
-    sizes = {name: (b.to_local() if isinstance(b, DTensor) else b).numel() for name, b in held.items()}
+    sizes = {name: parallel.local(b).numel() for name, b in held.items()}
     return {name: p.detach() for name, p in whole.items()}, sizes
 
 

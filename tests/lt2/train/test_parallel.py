@@ -79,7 +79,7 @@ def rank_gradients(case):
     parallel.all_reduce(sharding, square)
     parallel.scale_gradients(model, torch.tensor(0.5))
     held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in held.items()}
+    local = {name: parallel.local(g) for name, g in held.items()}
     return {"passes": results, "square": square, "half": {k: v.square().sum() for k, v in local.items()}}
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from lt2.model import Block, LoopedLM, build
 from lt2.train import parallel
-from lt2.train.guard import _local
 from lt2.train.loop import Batch, NonFiniteLossError, TrainState, train
 from lt2.train.loss import next_token_objective
 from lt2.train.optim import adamw, param_groups
@@ -227,7 +226,7 @@ def rank_freezes(fused):
         loss, n, metrics = next_token_objective()(model, batch)
         if torch.is_grad_enabled():
             calls.append(1)
-            seen.append([_local(p.detach()).clone() for p in net.parameters()])
+            seen.append([parallel.local(p.detach()).clone() for p in net.parameters()])
         return (loss * math.nan if len(calls) == 2 else loss), n, metrics
 
     net = build(model_config(), seed=0)
@@ -236,7 +235,7 @@ def rank_freezes(fused):
     optimizer = torch.optim.AdamW(param_groups(net.named_parameters(), weight_decay=0.1), lr=1e-3, fused=fused)
     error = diverge(net, objective, optimizer=optimizer, sharding=sharding)
     steps = {int(state["step"]) for state in optimizer.state.values()}
-    return error.step, len(calls), steps, [[_local(p.detach()) for p in net.parameters()], *seen]
+    return error.step, len(calls), steps, [[parallel.local(p.detach()) for p in net.parameters()], *seen]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
