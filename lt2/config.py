@@ -30,6 +30,10 @@ CacheSpec = dict[str, tuple[tuple[int, ...], str]]
 """Name -> (shape without the batch dimension, dtype): "compute" is the model's dtype, else a torch dtype's name."""
 
 
+METRICS = frozenset({"loss", "n_tokens", "request", "ce", "ponder", "mean_loops"})
+"""What training adds up under these names is not a mixer's."""
+
+
 class MixerConfig(Extension):
     """Base of all token mixers. A subclass with a literal `type` registers itself.
 
@@ -45,8 +49,11 @@ class MixerConfig(Extension):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        if isinstance(cls.model_fields["type"].default, str) and not hasattr(cls, "weights"):
+        name = cls.model_fields["type"].default
+        if isinstance(name, str) and not hasattr(cls, "weights"):
             raise ConfigError(f"mixer {cls.__name__} has no `weights`: the name of its parameters, such as its type")
+        if name in METRICS:  # by its type a mixer's auxiliary loss is logged
+            raise ConfigError(f"mixer {cls.__name__} has the type {name!r}, the name of a metric; call it otherwise")
 
     def check(self, dims: Dims) -> None:
         """Raise ValueError, naming the rule and the values, when this mixer cannot be built at `dims`."""

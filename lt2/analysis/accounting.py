@@ -17,7 +17,7 @@ from lt2.config import ConfigError, KeptLayout, MixerConfig, ModelConfig, Unifor
 from lt2.layout import layout, weights_per_layer
 from lt2.mixers.shared import SharedRows
 from lt2.model import Block, LoopedLM
-from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig, ObjectiveConfig
+from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig, NextTokenConfig, ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def objective_flops(
 
     In stage 1 of a distillation everything runs forward and only the new mixers backward, as far as their input. Later
     stages have a head after every loop that counts: the mean over the run's steps. An exit gate's has one after every.
-    Weights that the objective freezes have no gradient.
+    Steps that run different numbers of loops count as their mean. Weights that the objective freezes have no gradient.
     """
     blocks, head = stack_flops(config, objective, seq_len), head_flops(config)
     if isinstance(objective, AlignConfig):
@@ -138,7 +138,14 @@ def stack_flops(config: ModelConfig, objective: ObjectiveConfig, seq_len: int) -
         assert isinstance(config.layout, KeptLayout)
         teacher = config.model_copy(update={"layout": UniformLayout(mixer=config.layout.attention)})
         return forward_flops(teacher, seq_len) - head_flops(config) + _new_mixer_flops(config, seq_len)
-    return forward_flops(config, seq_len) - head_flops(config)
+    each = [forward_flops(config, seq_len, n_loops=n_loops) for n_loops in depths(config, objective)]
+    return sum(each) / len(each) - head_flops(config)
+
+
+def depths(config: ModelConfig, objective: ObjectiveConfig) -> tuple[int, ...]:
+    """Numbers of loops of training steps, each as often as the others."""
+    drawn = objective.loops if isinstance(objective, NextTokenConfig) else None
+    return drawn or (config.n_loops,)
 
 
 def _new_mixer_flops(config: ModelConfig, seq_len: int) -> float:

@@ -6,6 +6,7 @@ Shapes: N tokens, D model width, V vocabulary, B sequences, L positions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -166,19 +167,27 @@ def next_token_targets(batch: Batch, *, document_mask: bool) -> Tensor:
     return targets
 
 
-def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, auxiliary: bool = True) -> Objective:
+def next_token_objective(
+    *,
+    document_mask: bool = False,
+    z_loss: float = 0.0,
+    auxiliary: bool = True,
+    loops_at: Callable[[int], int | None] = lambda step: None,
+) -> Objective:
     """Pretraining's objective: cross entropy of the last loop only, plus the model's auxiliary losses.
 
     Every entry of the model's `aux` is a loss already weighted by the model's config (indexer KL, ponder cost); it is
     added per counted token of its row, so that a loss of each row (B,) is the same whatever the micro-batches. With
     `document_mask` the document ids go to the model and nothing crosses a document boundary; without `auxiliary`
-    (evaluation) aux is left out.
-    Metrics: `ce` (without z-loss and aux), each aux, and `mean_loops` of a model that halts per token.
+    (evaluation) aux is left out. loops_at(batch.step): the loops of that training step, None: the model's n_loops.
+    Metrics: `ce` (without z-loss and aux), each aux, and `mean_loops` where tokens or steps differ in their loops.
     """
 
     def objective(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         doc_ids = batch.input_doc_ids(document_mask)
-        output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step)
+        n_loops = None if batch.step is None else loops_at(batch.step)
+        depth = {} if n_loops is None else {"n_loops": n_loops}  # a network of one's own need not know of depths
+        output = model(batch.tokens[:, :-1], doc_ids=doc_ids, step=batch.step, **depth)
         targets = next_token_targets(batch, document_mask=document_mask)
         result = chunked_cross_entropy(output.hidden.flatten(0, 1), model.head_weight, targets.flatten(), z_loss=z_loss)
         aux = per_token(output.aux, targets) if auxiliary else {}
@@ -186,6 +195,8 @@ def next_token_objective(*, document_mask: bool = False, z_loss: float = 0.0, au
         metrics = {"ce": result.ce, **{name: value.detach() for name, value in aux.items()}}
         if output.loops_used is not None:
             metrics["mean_loops"] = (output.loops_used * (targets != IGNORE)).sum()
+        elif n_loops is not None:
+            metrics["mean_loops"] = n_loops * result.n_tokens
         return loss, result.n_tokens, metrics
 
     return objective
@@ -198,7 +209,9 @@ def per_token(aux: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
 
 
 def build_next_token(config: NextTokenConfig, train: TrainConfig) -> Objective:
-    return next_token_objective(document_mask=train.document_mask, z_loss=train.z_loss)
+    return next_token_objective(
+        document_mask=train.document_mask, z_loss=train.z_loss, loops_at=partial(config.loops_at, train.seed)
+    )
 
 
 def checked(name: str, objective: Any) -> Objective:

@@ -6,9 +6,10 @@ An objective of one's own is a subclass of `ObjectiveConfig` in a file of one's 
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny
 
 from lt2.extension import ConfigError, Extension
 
@@ -52,10 +53,34 @@ AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], BeforeValidator(Object
 
 
 class NextTokenConfig(ObjectiveConfig):
-    """Cross entropy of the last loop, and the model's auxiliary losses."""
+    """Cross entropy of the last loop, and the model's auxiliary losses.
+
+    loops: depths to train the model for, of which every step runs one (see `loops_at`); one that is named twice runs
+        twice as often. None: every step runs the model's n_loops.
+    """
 
     module: ClassVar[str] = "lt2.train.loss:build_next_token"
     type: Literal["next_token"] = "next_token"
+    loops: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1)
+
+    def check(self, model: ModelConfig, train: TrainConfig) -> None:
+        # The model is evaluated, planned and exported at n_loops.
+        if self.loops is not None and max(self.loops) != model.n_loops:
+            raise ConfigError(
+                f"objective.loops {list(self.loops)}: the largest must be the model's n_loops, {model.n_loops}; "
+                "change either"
+            )
+
+    def loops_at(self, seed: int, step: int) -> int | None:
+        """How many loops training step `step` runs, None: the model's n_loops. Equal on all ranks and after a resume.
+
+        Each len(loops) steps run every depth of `loops` once, in an order drawn from `seed`: no stretch of a run, nor
+        the work it was planned for, hangs on luck.
+        """
+        if self.loops is None:
+            return None
+        turn, place = divmod(step, len(self.loops))
+        return random.Random(f"loops:{seed}:{turn}").sample(self.loops, len(self.loops))[place]
 
 
 class ExitGateConfig(ObjectiveConfig):

@@ -66,6 +66,16 @@ def test_an_exit_gate_is_trained_by_a_head_after_every_loop():
     assert flops_per_token(Training(gated, train, L), "none") == pytest.approx(blocks + heads)
 
 
+def test_steps_of_several_depths_cost_their_mean():
+    model = ModelConfig.model_validate(MODEL)
+    train = TrainConfig.model_validate(TRAIN | {"objective": {"type": "next_token", "loops": [1, 4]}})
+    ends = [model.model_copy(update={"n_loops": n_loops}) for n_loops in (1, 4)]
+    plain = TrainConfig.model_validate(TRAIN)
+    for recompute in ("none", "selective", "block", "loop"):
+        each = [flops_per_token(Training(end, plain, L), recompute) for end in ends]
+        assert flops_per_token(Training(model, train, L), recompute) == pytest.approx(sum(each) / 2)
+
+
 def test_what_does_not_fit_names_what_would(described):
     long = {"global_batch_size": 512, "micro_batch_size": None, "activation_checkpoint": False}
     assert "DOES NOT FIT with recomputation 'none'; it does with train.activation_checkpoint=" in described(train=long)

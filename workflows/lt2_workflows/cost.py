@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from lt2.analysis.accounting import CARD_BYTES, PEAK_FLOPS, find_card, objective_flops, stack_flops
+from lt2.analysis.accounting import CARD_BYTES, PEAK_FLOPS, depths, find_card, objective_flops, stack_flops
 from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2.memory import OUTSIDE, Known, Memory, keeps_gathered, plan_memory
@@ -128,13 +128,12 @@ def flops_per_token(run: Training, recompute: Recompute) -> float:
     """FLOPs a card spends per token: those of the objective, and what is computed again."""
     config, seq_len, objective = run.model, run.seq_len, run.train.objective
     blocks = stack_flops(config, objective, seq_len)
-    recurrences = sum(
-        spec.sequence_flops(config.dims, seq_len)
+    recurrences = [
+        sum(spec.sequence_flops(config.dims, seq_len) for spec in row if spec.type not in ("full", "window", "mla"))
         for row in layout(config)
-        for spec in row
-        if spec.type not in ("full", "window", "mla")
-    )
-    again = {"none": 0.0, "selective": recurrences, "block": blocks, "loop": 2 * blocks}[recompute]
+    ]
+    each = [sum(recurrences[:n_loops]) for n_loops in depths(config, objective)]
+    again = {"none": 0.0, "selective": sum(each) / len(each), "block": blocks, "loop": 2 * blocks}[recompute]
     return objective_flops(config, objective, seq_len, teacher=run.teacher) + again
 
 

@@ -132,8 +132,16 @@ def total_steps(config: Mapping[str, Any]) -> int | None:
 
 
 def objective_of(config: Mapping[str, Any]) -> str:
-    """The type of the objective of a run's settings; runs from before there were several say none."""
-    return str(flatten(config).get("train.objective.type", "next_token"))
+    """What a run minimises, by its settings: the objective's type (runs from before there were several say none), and
+    the depths that its steps run where they differ.
+    """
+    flat = flatten(config)
+    loops = flat.get("train.objective.loops")
+    return _objective_type(flat) + (f" at {as_text(loops)} loops" if loops else "")
+
+
+def _objective_type(flat: Mapping[str, Any]) -> str:
+    return str(flat.get("train.objective.type", "next_token"))
 
 
 def unit_of(metric: str, config: Mapping[str, Any]) -> str:
@@ -141,7 +149,7 @@ def unit_of(metric: str, config: Mapping[str, Any]) -> str:
 
     Alignment's loss is a squared distance of hidden states, and what an objective of one's own returns is unknown.
     """
-    return "" if metric == "loss" and objective_of(config) not in IN_NATS else UNITS.get(metric, "")
+    return "" if metric == "loss" and _objective_type(flatten(config)) not in IN_NATS else UNITS.get(metric, "")
 
 
 def as_text(value: Any) -> str:

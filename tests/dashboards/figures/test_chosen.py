@@ -45,6 +45,15 @@ def test_losses_of_different_objectives_are_not_ranked(store, name):
     assert len(figure(store, name, metric="ce").rows) > 0
 
 
+def test_losses_at_several_depths_are_told_from_those_at_one(store):
+    add(store, "a", loss=3.0)
+    train = {"objective": {"type": "next_token", "loops": [1, 4]}}
+    with store.create_run("b", {"config": {"train": train, "data": {"fingerprint": "x"}}}) as writer:
+        writer.log(1, {"loss": 2.9})
+    note = "Losses of different objectives (next_token, next_token at [1, 4] loops) are not one quantity."
+    assert note in figure(store, "seeds", metric="loss").notes
+
+
 def test_what_most_runs_have_of_the_comparable_results_is_shown(store):
     for seed in (0, 1):
         add(store, f"a{seed}", seed=seed, loss=3.0, validation_loss=3.1)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from lt2.analysis.accounting import objective_flops, training_flops
 from lt2.config import ActHalting, ConfigError, MixerConfig, ModelConfig, UniformLayout, explain
 from lt2.distill.student import student_config
 from lt2.mixer_configs import FullConfig
 from lt2.model import build
 from lt2.train.config import TrainConfig, check_model
 from lt2.train.loop import Batch
+from lt2.train.loss import next_token_objective
 from lt2.train.objectives import DistillConfig, ExitGateConfig, NextTokenConfig
 from tests.lt2 import tiny
 
@@ -62,6 +65,45 @@ def batch() -> Batch:
 def test_next_token_is_the_default():
     assert isinstance(train_config().objective, NextTokenConfig)
     assert isinstance(train_config(objective={"type": "exit_gate"}).objective, ExitGateConfig)
+
+
+def test_steps_run_the_depths_they_are_to_be_trained_for():
+    net = tiny.model(n_loops=3).train()
+    config = train_config(objective={"type": "next_token", "loops": [1, 3, 3]}, seed=5)
+    check_model(net.config, config)
+    objective = config.objective.build(config)
+    ran = []
+    for step in range(30):
+        loss, n_tokens, metrics = objective(net, replace(batch(), step=step))
+        ran.append(int(metrics["mean_loops"] / n_tokens))
+        plain = next_token_objective()(net.at_depth(ran[-1]), batch())
+        assert torch.equal(loss, plain[0])
+        assert "mean_loops" not in plain[2]
+    assert all(sorted(ran[turn : turn + 3]) == [1, 3, 3] for turn in range(0, 30, 3))
+    assert len({tuple(ran[turn : turn + 3]) for turn in range(0, 30, 3)}) == 3
+    other = NextTokenConfig(loops=(1, 3, 3))
+    assert [other.loops_at(5, step) for step in range(30)] == ran != [other.loops_at(6, step) for step in range(30)]
+    assert torch.equal(objective(net, batch())[0], next_token_objective()(net, batch())[0])  # no training step
+
+
+@pytest.mark.parametrize("loops", [[1, 2], [4], [3, 4]])
+def test_depths_beside_the_models_own_are_refused(loops):
+    config = train_config(objective={"type": "next_token", "loops": loops})
+    with pytest.raises(ConfigError, match=r"objective\.loops \[.*\]: the largest must be the model's n_loops, 3; "):
+        check_model(tiny.config(n_loops=3), config)
+
+
+@pytest.mark.parametrize("loops", [[], [0, 1], [1.5]])
+def test_depths_that_are_none_are_refused(loops):
+    with pytest.raises(ValidationError):
+        NextTokenConfig.model_validate({"loops": loops})
+
+
+def test_flops_are_the_mean_of_the_depths():
+    model = tiny.config(n_loops=3)
+    each = [training_flops(model.model_copy(update={"n_loops": n}), 64) for n in (1, 3, 3)]
+    assert objective_flops(model, NextTokenConfig(loops=(1, 3, 3)), 64) == pytest.approx(sum(each) / 3, rel=1e-12)
+    assert objective_flops(model, NextTokenConfig(), 64) == each[1]
 
 
 def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):

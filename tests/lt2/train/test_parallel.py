@@ -42,14 +42,14 @@ def tokens(n):
     return torch.randint(0, 17, (n, L + 1), generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model, batches, sharding=None, autocast=nullcontext):
+def gradients(model, batches, sharding=None, autocast=nullcontext, n_loops=None):
     """Gradients of the loss sum over `batches`, one micro-step each, whole on every rank; the collectives used."""
-    objective = next_token_objective()
+    objective = next_token_objective(loops_at=lambda step: n_loops)
     with Collectives() as used:
         for index, batch in enumerate(batches):
             with parallel.micro_step(sharding, last=index == len(batches) - 1):
                 with autocast():
-                    loss = objective(model, Batch(tokens=batch))[0]
+                    loss = objective(model, Batch(tokens=batch, step=0))[0]
                 loss.backward()
     parallel.reduce_replicated_gradients(sharding)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -58,7 +58,8 @@ def gradients(model, batches, sharding=None, autocast=nullcontext):
 
 
 def build(case):
-    model = tiny.model(n_loops=case["n_loops"]) if case.get("looped_lm") else toy(n_loops=case["n_loops"])
+    layout = case.get("layout", tiny.HYBRID)
+    model = tiny.model(layout, n_loops=case["n_loops"]) if case.get("looped_lm") else toy(n_loops=case["n_loops"])
     if case.get("frozen_embedding"):
         model.embed.requires_grad_(False)
     return model
@@ -73,7 +74,7 @@ def rank_gradients(case):
     results = []
     for _ in range(case.get("passes", 1)):
         model.zero_grad()
-        grads, counts = gradients(model, mine.chunk(case["micro_steps"]), sharding)
+        grads, counts = gradients(model, mine.chunk(case["micro_steps"]), sharding, n_loops=case.get("run_loops"))
         results.append((grads, counts))
     square = parallel.gradient_square(model, sharding)
     parallel.all_reduce(sharding, square)
@@ -99,6 +100,14 @@ CASES = {
         "recompute": "loop",
         "keep": False,
     },
+    "LoopedLM, a step of 1 of 3 loops": {"n_loops": 3, "micro_steps": 2, "looped_lm": True, "run_loops": 1},
+    "a mixer that the step's loops leave out": {
+        "n_loops": 2,
+        "micro_steps": 2,
+        "looped_lm": True,
+        "run_loops": 1,
+        "layout": {"type": "loops", "mixers": [{"type": "gdn"}, {"type": "full"}]},
+    },
     "T=4, plain FSDP": {"n_loops": 4, "micro_steps": 2, "keep": False},
 }
 
@@ -116,7 +125,7 @@ def sharded():
 def test_gradients_equal_a_single_process(sharded, name):
     case = CASES[name]
     model = build(case)
-    expected, _ = gradients(model, [tokens(8)])
+    expected, _ = gradients(model, [tokens(8)], n_loops=case.get("run_loops"))
     square = parallel.gradient_square(model, None)
     for rank in sharded:
         for grads, _ in rank[name]["passes"]:

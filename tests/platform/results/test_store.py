@@ -91,11 +91,12 @@ def test_notes_and_readings_inside_a_model_are_no_results(local):
 
 
 def test_an_alignments_loss_is_no_entropy(local):
-    for kind in ("align", "distill"):
-        with local.create_run(kind, {"config": {"train": {"objective": {"type": kind}}}}) as writer:
+    for kind, loops in (("align", None), ("distill", None), ("next_token", [1, 4])):
+        with local.create_run(kind, {"config": {"train": {"objective": {"type": kind, "loops": loops}}}}) as writer:
             writer.log(1, {"loss": 2.0, "kl": 1.0})
     units = {(row["run"], row["metric"]): row["unit"] for row in local.results()}
     assert (units["align", "loss"], units["distill", "loss"], units["distill", "kl"]) == ("", *["nats/token"] * 2)
+    assert units["next_token", "loss"] == "nats/token"
 
 
 def test_of_repeated_evaluations_the_newest_whole_one_counts(local):

@@ -33,7 +33,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
     seed: int = 0,
     loops: Annotated[
-        int | None, typer.Option(min=1, help="Another depth than trained; no token stops earlier.")
+        int | None, typer.Option(min=1, help="Another depth than the model's own; no token stops earlier.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda (in bf16) or cpu; cuda where there is one.")] = None,
     storage: StorageOption = None,
