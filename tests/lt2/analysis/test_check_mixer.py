@@ -190,7 +190,7 @@ def test_what_forward_returns_is_told_against_what_it_must(source, fault, messag
         ('= "MovingSum"', '= "MovingSun"', r"names 'MovingSun' as its `module`, but .*moving_sum\.py defines no such"),
         ('    module: ClassVar[str] = "MovingSum"\n', "", "MovingSumConfig has no `module`: the name of the class"),
         ('    weights: ClassVar[str] = "moving_sum"\n', "", "mixer MovingSumConfig has no `weights`: the name of its"),
-        ('Literal["moving_sum"] = "moving_sum"', 'Literal["ce"] = "ce"', "MovingSumConfig has the type 'ce', the name of a"),
+        ('Literal["moving_sum"] = "moving_sum"', 'Literal["ce"] = "ce"', "MovingSumConfig has the type 'ce', the name"),
     ],
 )
 def test_a_config_that_does_not_say_what_runs_it_is_refused_when_it_is_read(tmp_path, old, new, message):
