@@ -32,7 +32,7 @@ def mix(config: MixtureConfig, streams: Sequence[Sequence[Segment]]) -> tuple[li
     for share, tokens in zip(config.sources, available, strict=True):
         if not tokens:
             raise ConfigError(f"the mixture's source {describe(share.source)} has no training tokens; drop it")
-    weights = [Fraction(share.weight) for share in config.sources]
+    weights = [Fraction(share.weight or there) for share, there in zip(config.sources, available, strict=True)]
     lasts = [tokens / weight for tokens, weight in zip(available, weights, strict=True)]
     length = min(lasts) if config.stopping_strategy == "first_exhausted" else max(lasts)
     taken = [int(length * weight) for weight in weights]

@@ -75,7 +75,10 @@ class PrepareConfig(Config):
                     raise ValueError(f"{name} is for a source that is a path; set it inside source, or drop it")
         if self.tokenize == "on_the_fly" and self.max_documents is not None:
             raise ValueError("max_documents keeps a few documents, which are better prepared; drop it or tokenize")
-        if isinstance(self.source, MixtureConfig) and self.max_documents is not None:
+        shares = self.source.sources if isinstance(self.source, MixtureConfig) else ()
+        if self.tokenize == "on_the_fly" and any(share.weight is None for share in shares):
+            raise ValueError("on_the_fly does not know how many tokens a source has; give every source a weight")
+        if shares and self.max_documents is not None:
             raise ValueError("max_documents would leave all but the first sources of a mixture out; drop it")
         return self
 

@@ -5,12 +5,13 @@ import hashlib
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from lt2.config import ConfigError
 from lt2_platform.data.mixture import Segment, mix, whole
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
-from lt2_platform.data.sources.configs import MixtureConfig, SourceConfig, parts_of
+from lt2_platform.data.sources.configs import MixtureConfig, SourceConfig, describe, parts_of
 from lt2_platform.data.sources.listing import PIECE_BYTES
 
 
@@ -47,6 +48,19 @@ def test_all_exhausted_takes_every_token_and_begins_the_scarce_again():
     assert tokens_of(stream, SOURCE_OF) == {0: 333, 1: 100, 2: 20}
     assert stream[2:6] == [Segment(0, 100), Segment(1, 50), Segment(0, 33), Segment(2, 30)]
     assert account[1]["epochs"] == 100 / 30
+
+
+def test_without_weights_every_source_is_taken_once():
+    stream, account = mix(mixture(None, None, None), STREAMS)
+    assert stream == [segment for source in STREAMS for segment in source]
+    assert [one["epochs"] for one in account] == [1, 1, 1]
+    assert [one["weight"] for one in account] == [0.75, 0.15, 0.1]
+    assert describe(mixture(None, None)) == "a.jsonl + b.jsonl"
+    assert describe(mixture(1, 3)) == "25% a.jsonl + 75% b.jsonl"
+    with pytest.raises(ValidationError, match="give a weight to every source, or to none to take each once"):
+        mixture(1, None)
+    with pytest.raises(ValidationError, match="on_the_fly does not know how many tokens a source has; give every"):
+        PrepareConfig(source=mixture(None, None), tokenize="on_the_fly")
 
 
 def test_shares_are_exact_whatever_the_weights():

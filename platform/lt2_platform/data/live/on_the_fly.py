@@ -128,11 +128,12 @@ def live_plan(
         for own, indices in zip(listing.units, map(set, listing.held_out), strict=True)
     ]
     file, source = manifest["tokenizer"]["file"], config.source
+    shares = source.sources if isinstance(source, MixtureConfig) else ()
     return LivePlan(
         files=listing.files,
         sources=tuple(config.parts),
         units=tuple(kept),
-        weights=tuple(one.weight for one in source.sources) if isinstance(source, MixtureConfig) else (1.0,),
+        weights=tuple(share.weight for share in shares if share.weight is not None) or (1.0,),
         tokenizer=Storage(uri).join(file) if file else config.tokenizer,
         width=config.seq_len + 1,
         seed=seed,

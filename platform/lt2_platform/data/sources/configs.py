@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from lt2.config import Config, ConfigError
 from lt2.extension import Extension
@@ -211,14 +211,14 @@ class OpenThoughtsConfig(FileSource):
 
 
 class Share(Config):
-    """A source of a mixture and its weight, relative to the others'."""
+    """A source of a mixture and its weight, relative to the others'; None: as many tokens as it has."""
 
-    weight: float = Field(gt=0)
+    weight: float | None = Field(default=None, gt=0)
     source: AnySource
 
 
 class MixtureConfig(SourceConfig):
-    """Several sources, each a fixed fraction of the training tokens, exact to a token.
+    """Several sources, each a fixed fraction of the training tokens, exact to a token; without weights, each once.
 
     stopping_strategy "first_exhausted": the mixture is as long as the scarcest source allows and no token comes twice;
     of the others, what comes first in source order is taken. "all_exhausted": every token comes at least once, and
@@ -229,6 +229,12 @@ class MixtureConfig(SourceConfig):
     type: Literal["mixture"] = "mixture"
     sources: tuple[Share, ...] = Field(min_length=2)
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+
+    @model_validator(mode="after")
+    def _check(self) -> MixtureConfig:
+        if len({share.weight is None for share in self.sources}) > 1:
+            raise ValueError("give a weight to every source, or to none to take each once")
+        return self
 
 
 def parts_of(source: Paths | SourceConfig, *, format: str = "auto", text_column: str = "text") -> list[FileSource]:
@@ -254,8 +260,9 @@ def paths_of(source: Paths | SourceConfig) -> list[str]:
 def describe(source: Paths | SourceConfig) -> str:
     """A source in a few words, for a plan."""
     if isinstance(source, MixtureConfig):
-        total = sum(share.weight for share in source.sources)
-        return " + ".join(f"{share.weight / total:.0%} {describe(share.source)}" for share in source.sources)
+        total = sum(share.weight or 0 for share in source.sources)
+        shares = [f"{share.weight / total:.0%} " if share.weight else "" for share in source.sources]
+        return " + ".join(share + describe(one.source) for share, one in zip(shares, source.sources, strict=True))
     if isinstance(source, PythonStdlibConfig):
         return STDLIB
     if isinstance(source, FileSource):
