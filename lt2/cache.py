@@ -94,17 +94,14 @@ def allocate(
 
     layers = [[tensors(mixer.cache_spec(dims, max_len)) for mixer in loop] for loop in schedule]
     lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-    growing = [[grows_with_capacity(mixer, dims, max_len) for mixer in loop] for loop in schedule]
-    return Cache(layers, lengths, max_len, by_position=growing)
+    by_position = [[has_slot_per_token(mixer, dims) for mixer in loop] for loop in schedule]
+    return Cache(layers, lengths, max_len, by_position=by_position)
 
 
-def grows_with_capacity(mixer: MixerConfig, dims: Dims, max_len: int) -> frozenset[str]:
-    """Names of the cache tensors that gain one slot with every token of capacity."""
-    now, *longer = (mixer.cache_spec(dims, max_len + more) for more in range(3))
-
-    def slots(spec: CacheSpec, name: str) -> int:
-        return spec[name][0][0]
-
+def has_slot_per_token(mixer: MixerConfig, dims: Dims) -> frozenset[str]:
+    """Names of the cache tensors of which some axis grows by one slot with every token of capacity."""
+    capacities = 1 << 20, 1 << 21  # beyond any window; NSA's slots come in whole blocks, mostly powers of two
+    few, many = (mixer.cache_spec(dims, capacity) for capacity in capacities)
     return frozenset(
-        name for name in now if all(slots(spec, name) == slots(now, name) + n for n, spec in enumerate(longer, start=1))
+        name for name in few if any(b - a == 1 << 20 for a, b in zip(few[name][0], many[name][0], strict=True))
     )

@@ -124,6 +124,11 @@ class LoopedLM(nn.Module):
         seq = self.sequence_info(input_ids, doc_ids, lengths, cache)
         seq.step = step
         schedule = self.schedule_for(n_loops, step)
+        if cache is not None and len(cache.layers) != len(schedule):
+            raise ValueError(  # at fewer loops the later ones would miss these tokens, and be wrong from there on
+                f"the cache has {len(cache.layers)} loops and this pass runs {len(schedule)}; give each depth its own: "
+                f"init_cache(..., n_loops={len(schedule)})"
+            )
         h = self.embed(input_ids)
         # What is decoded halts as in inference, whatever mode the model is in.
         depth = halting.start(self.config.halting, self.halt, h, training=self.training and cache is None)

@@ -56,7 +56,8 @@ class Attention(nn.Module):
         elif L == 1:
             store(cache, k, v, window, seq)
             assert seq.starts is not None
-            o = attention_decode(q, cache["k"], cache["v"], (seq.starts + 1).clamp(max=cache["k"].shape[1]))
+            keys, values = cache["k"].to(q.dtype), cache["v"].to(q.dtype)
+            o = attention_decode(q, keys, values, (seq.starts + 1).clamp(max=keys.shape[1]))
         else:
             o = attend_continued(q, k, v, cache, window, seq)
             store(cache, k, v, window, seq)

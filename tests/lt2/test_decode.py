@@ -248,7 +248,8 @@ def test_recording_leaves_the_cache_as_it_was(name, refused, idle_cuda, monkeypa
 
 def test_only_what_a_step_loses_is_kept():
     rows = torch.zeros(2, 13, dtype=torch.int64)
-    for name, kept in {"full": set(), "mla": set(), "window": {"k", "v"}, "gdn": {"conv", "state"}}.items():
+    lost = {"full": set(), "mla": set(), "dsa": set(), "window": {"k", "v"}, "gdn": {"conv", "state"}}
+    for name, kept in (lost | {"nsa": {"k_pooled", "v_pooled"}}).items():
         _, cache = prefilled(CONFIGS[name], rows)
         assert set(cache.layers[0][0]) - cache.by_position[0][0] == kept, name
 

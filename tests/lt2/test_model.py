@@ -226,3 +226,14 @@ def test_a_full_cache_says_so():
         net(tokens(1, 2), cache=cache)
     with pytest.raises(ValueError, match="packed documents"):
         net(tokens(1, 1), cache=cache, doc_ids=torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("n_loops", [2, 5])
+def test_a_cache_of_another_depth_is_refused_before_anything_is_written(n_loops: int):
+    net, x = model(n_loops=3), tokens(1, 6)
+    cache = net.init_cache(1, 6)
+    net(x[:, :4], cache=cache)
+    told = rf"cache has 3 loops and this pass runs {n_loops}; .*init_cache\(..., n_loops={n_loops}\)"
+    with pytest.raises(ValueError, match=told):
+        net(x[:, 4:], cache=cache, n_loops=n_loops)
+    torch.testing.assert_close(net(x[:, 4:], cache=cache).hidden, net(x).hidden[:, 4:], rtol=1e-11, atol=1e-11)
