@@ -35,6 +35,10 @@ class DeltaConfig(MixerConfig):
             )
         if self.conv_size < 0 or self.conv_size == 1:
             raise ValueError(f"{self.type}: conv_size is {self.conv_size}; use 0 for none, or at least 2")
+        if head_k_dim > 256:
+            raise ValueError(
+                f"{self.type}: head_dim {head_k_dim} exceeds the 256 its CUDA kernel allows; use more heads"
+            )
 
     def cache_spec(self, dims: Dims, max_len: int) -> CacheSpec:
         num_heads, head_k_dim, head_v_dim = self.heads(dims)
@@ -75,12 +79,6 @@ class KimiDeltaConfig(DeltaConfig):
     weights: ClassVar[str] = "kda"
 
     type: Literal["kda"] = "kda"
-
-    def check(self, dims: Dims) -> None:
-        super().check(dims)
-        _, head_k_dim, _ = self.heads(dims)
-        if head_k_dim > 256:
-            raise ValueError(f"kda: head_dim {head_k_dim} exceeds the 256 its CUDA kernel allows; use more heads")
 
 
 def delta_rule_flops(num_heads: int, head_k_dim: int, head_v_dim: int, chunk: int = 64) -> float:

@@ -16,6 +16,7 @@ from lt2.layout import layout as layout_of
 
 MODEL = {"vocab_size": 61, "dim": 32, "n_layers": 2, "n_loops": 2, "num_heads": 2}
 
+DELTA = ("deltanet", "gdn", "kda")
 BAD = {
     "la num_heads": ({"type": "la", "num_heads": 3}, ["num_heads 3", "dim 32", "divide"]),
     "la expand_v": ({"type": "la", "expand_v": 0.3}, ["dim 32", "expand_v 0.3"]),
@@ -36,7 +37,7 @@ BAD = {
     "gla expand_k inf": ({"type": "gla", "expand_k": float("inf")}, ["expand_k", "finite"]),
     "gla normalizer nan": ({"type": "gla", "gate_logit_normalizer": float("nan")}, ["gate_logit_normalizer", "finite"]),
     "gdn heads": ({"type": "gdn", "num_heads": 0}, ["num_heads", "greater than 0"]),
-    "kda head_dim": ({"type": "kda", "head_dim": 320}, ["head_dim 320", "256"]),
+    **{f"{kind} head_dim": ({"type": kind, "head_dim": 257}, [f"{kind}: head_dim 257", "256"]) for kind in DELTA},
     "window": ({"type": "window", "window": 0}, ["window is 0", "at least 1"]),
     "full heads": ({"type": "full", "num_heads": 3}, ["num_heads 3", "dim 32"]),
     "full kv": ({"type": "full", "num_heads": 4, "num_kv_heads": 3}, ["num_kv_heads 3", "num_heads 4"]),
