@@ -27,8 +27,8 @@ class SharedRows(nn.Module):
 def fused_heads(mixer: Any, name: str) -> tuple[int, int, int] | None:
     """`mixer.heads` (H, K, V) where its projection `name` has H·K rows of q, H·K of k and H·V of v, as in the shipped
     mixers; None where it has none or, in a mixer of one's own, another one."""
-    projection, heads = getattr(mixer, name, None), getattr(mixer, "heads", ())
-    if not isinstance(projection, nn.Linear) or len(heads) != 3:
+    projection, heads = getattr(mixer, name, None), getattr(mixer, "heads", None)
+    if not isinstance(projection, nn.Linear) or not isinstance(heads, tuple) or len(heads) != 3:
         return None
     H, K, V = heads
     return (H, K, V) if projection.out_features == H * (2 * K + V) else None

@@ -100,11 +100,13 @@ def test_mixer_reading_keeps_its_own_projection_where_shapes_differ():
 
 
 def test_only_projections_made_like_ours_are_shared():
-    def heads(projection, *heads):
+    def found(projection, heads):
         return fused_heads(SimpleNamespace(qkv_proj=projection, heads=heads), "qkv_proj")
 
-    assert heads(nn.Linear(8, 24), 2, 4, 4) == (2, 4, 4)
-    assert heads(nn.Linear(8, 25), 2, 4, 4) is heads(nn.Linear(8, 24), 2, 4) is heads(nn.Identity(), 2, 4, 4) is None
+    ours = nn.Linear(8, 24)
+    assert found(ours, (2, 4, 4)) == (2, 4, 4)
+    assert found(nn.Linear(8, 25), (2, 4, 4)) is found(nn.Identity(), (2, 4, 4)) is None
+    assert found(ours, (2, 4)) is found(ours, 2) is None
 
 
 def test_flops_count_the_shared_weights_where_attention_runs():
