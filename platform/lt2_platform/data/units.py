@@ -92,7 +92,7 @@ class _Tally:
 def plan(
     files: Sequence[SourceFile], parts: Sequence[FileSource], limit: int | None, bad: Sequence[str] = ()
 ) -> list[Unit]:
-    """The units of all files, as far as they hold the first `limit` documents. Raises as `sources.plan_units` does."""
+    """The units of all files, as far as they hold the first `limit` documents. Raises as `plan_units` does."""
     planned = plan_units(files, parts, bad=bad)
     work = [Unit(index, tuple((files[part.file], part) for part in unit)) for index, unit in enumerate(planned)]
     if limit is None:

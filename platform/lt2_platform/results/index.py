@@ -1,7 +1,7 @@
 """How the results store knows its runs without listing them: a manifest, a journal, and the compactor between them.
 
     results/manifest/<n>.json      names the tables of generation n (created exclusively, never changed)
-    results/tables/*.parquet       the tables of results_tables.py
+    results/tables/*.parquet       the tables of results/tables.py
     results/journal/<run>.json     the latest word of each run that is not folded in yet; its writer replaces it
     results/journal/<run>~*.json   evaluation rows that are not folded in yet
 

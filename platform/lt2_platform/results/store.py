@@ -51,7 +51,7 @@ _SECRET = re.compile(r"(^|[._-])(password|secret|api_?key|(secret_)?access_key|(
 
 @dataclass(frozen=True)
 class Curves:
-    """Downsampled metrics of one run (results_curves.CURVES) and the files that had to be left out."""
+    """Downsampled metrics of one run (`curves.CURVES`) and the files that had to be left out."""
 
     table: pa.Table
     skipped: tuple[str, ...] = ()

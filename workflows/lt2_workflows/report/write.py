@@ -48,7 +48,7 @@ def write_report(storage: Storage, workflow: str, out: str | None = None, *, ste
     item = found[0]
     folder = out or f"workflows/{item['id']}/report"
     chosen = [step for step in item["steps"] if not steps or step["name"] in steps]
-    title = f"{item['name']}"
+    title = item["name"]
     sections = [_overview(storage, item, chosen), *_step_sections(storage, chosen)]
     figures = [part for section in sections for part in section.parts if isinstance(part, Plot)]
     for number, figure in enumerate(figures, 1):
@@ -232,7 +232,7 @@ def curve_parts(store: ResultsStore, runs: Mapping[str, str]) -> Iterator[Plot]:
 
 
 def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]:
-    """The table of a sweep (see `sweep_step.write_table`), ours and the paper's perplexity as dots, and the curves."""
+    """A sweep's table (see sweeps/step.py), ours and the paper's perplexity as dots, and the curves."""
     # Not the rows it holds: older ones count trials that were stopped early among those that failed.
     trials = [trial | {"metrics": _numbers(trial["metrics"])} for trial in sweep["trials"]]
     rows, with_paper = ablations.summarize(trials, sweep["paper"]), sweep["paper"] is not None

@@ -1,6 +1,6 @@
 """Tokenising while training: the order of the tokens, and how to go on in it from anywhere.
 
-The corpus is cut into units (sources.plan_units). Lane j of G supplies entry j of every global batch of G sequences:
+The corpus is cut into units (`listing.plan_units`). Lane j of G supplies entry j of every global batch of G sequences:
 the endless stream of the documents of its units, cut into rows. Unit number k of a source, counted through all epochs,
 is the (k mod n)-th of epoch k // n's shuffle of its n units, and belongs to lane k mod G; documents stay in file order.
 So the order depends on (seed, listing, G) alone. Where a lane stands is a cursor of three integers. A row's length is

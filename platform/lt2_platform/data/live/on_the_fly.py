@@ -88,7 +88,7 @@ def _change(file: SourceFile) -> str | None:
 def plan(config: PrepareConfig, files: Sequence[SourceFile], bad: Sequence[str] = ()) -> Listing:
     """The listing of a config's files; of each source `validation_fraction` of the units, 1 to 64, are held out.
 
-    Raises ConfigError for a source with too few units for that, and as sources.plan_units does.
+    Raises ConfigError for a source with too few units for that, and as `plan_units` does.
     """
     units: list[list[LiveUnit]] = [[] for _ in config.parts]
     # Small corpora in smaller units: a batch then has a lane for each, and epochs are shuffled more finely.

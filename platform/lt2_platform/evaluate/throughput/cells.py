@@ -38,7 +38,7 @@ class Cell(Config):
 
 
 def measured(cell: Cell, *, timeout_s: float = 3600) -> dict[str, Any]:
-    """What `throughput.measure` returns for the cell, or {"out_of_memory": phase}; from a process of its own.
+    """What `task.measure` returns for the cell, or {"out_of_memory": phase}; from a process of its own.
 
     A process that the kernel kills for memory counts as out of memory.
 

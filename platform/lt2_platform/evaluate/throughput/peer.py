@@ -1,4 +1,4 @@
-"""The throughput of transformers' generate() on the same model and tokens, beside `throughput.measure`."""
+"""The throughput of transformers' generate() on the same model and tokens, beside `task.measure`."""
 
 from __future__ import annotations
 
