@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from typing import IO, Any
@@ -22,6 +21,7 @@ import fsspec
 
 from lt2.config import ConfigError
 from lt2_platform.fence import FENCE, OvertakenError
+from lt2_platform.local_files import on_disk, remove, temporary_beside
 from lt2_platform.s3_keys import S3, delete_keys, has_key, put_if_absent
 from lt2_platform.storage_errors import CHOOSE, STORAGE_ERRORS, notes_root, noting, refusal
 
@@ -211,18 +211,11 @@ class Storage:
                 check_fence()
                 self.fs.put_file(file.name, full)
             return
-        temporary = _temporary_beside(full)
-        try:
-            with open(temporary, "wb") as file:
+        with temporary_beside(full) as temporary:
+            with on_disk(temporary) as file:
                 yield file
-                file.flush()
-                os.fsync(file.fileno())
             check_fence()
             os.replace(temporary, full)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
 
     @notes_root
     def create_exclusive(self, path: str, data: bytes) -> bool:
@@ -231,21 +224,16 @@ class Storage:
         if full.startswith(S3):
             check_fence()
             return put_if_absent(self.fs, full, data)
-        temporary = _temporary_beside(full)
-        try:
-            with open(temporary, "wb") as file:
+        with temporary_beside(full) as temporary:
+            with on_disk(temporary) as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
             check_fence()
-            os.link(temporary, full)
-            return True
-        except FileExistsError:
-            # NFS sends a request again whose answer was lost, and then meets the link it made itself.
-            return os.stat(temporary).st_nlink > 1
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
+            try:
+                os.link(temporary, full)
+                return True
+            except FileExistsError:
+                # NFS sends a request again whose answer was lost, and then meets the link it made itself.
+                return os.stat(temporary).st_nlink > 1
 
     @notes_root
     def delete(self, path: str) -> None:
@@ -257,11 +245,7 @@ class Storage:
         if full.startswith(S3):
             delete_keys(self.fs, full)
             return
-        with suppress(FileNotFoundError):
-            if os.path.isdir(full) and not os.path.islink(full):
-                shutil.rmtree(full, onerror=_unless_gone)
-            else:
-                os.unlink(full)
+        remove(full)
 
     # Looking before work begins
 
@@ -291,15 +275,3 @@ class Storage:
 def _json_bytes(value: Any) -> bytes:
     text = json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
     return text.encode(errors="backslashreplace")  # lone surrogates, of names that are no UTF-8: as JSON escapes them
-
-
-def _unless_gone(function: object, path: str, raised: tuple[Any, BaseException, Any]) -> None:
-    """Another process may remove some of the same files meanwhile; the rest has to go all the same."""
-    if not isinstance(raised[1], FileNotFoundError):
-        raise raised[1]
-
-
-def _temporary_beside(full: str) -> str:
-    folder = os.path.dirname(full)
-    os.makedirs(folder, exist_ok=True)
-    return os.path.join(folder, f".tmp-{uuid.uuid4().hex}")
