@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from lt2.config import ConfigError
 from lt2.train.config import TrainConfig
 from lt2.train.loop import TrainState
@@ -15,6 +13,7 @@ from lt2_platform.data.live.live import CURSORS, DEPTH, LiveDataset, write_curso
 from lt2_platform.data.live.on_the_fly import KEY
 from lt2_platform.data.stream import PackedDataset, load_manifest
 from lt2_platform.storage import Storage
+from lt2_platform.train.ranks import gather
 
 Reader = Callable[..., Iterator[dict[str, Any]]]
 """As lt2_platform.data.ray_stream.ray_batches."""
@@ -78,8 +77,5 @@ class Feed:
         """What a checkpoint at `state` must hold to go on in the data; {} where the position is enough. Collective."""
         if not isinstance(self.dataset, LiveDataset):
             return {}
-        parts: list[Any] = [self.dataset.cursors(state.position)]
-        if dist.is_initialized():
-            parts = [None] * self.world_size
-            dist.all_gather_object(parts, self.dataset.cursors(state.position))
+        parts = gather(self.dataset.cursors(state.position))
         return {CURSORS: write_cursors(state.position, self.config.global_batch_size, parts)}

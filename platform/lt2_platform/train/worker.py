@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lt2.config import ModelConfig
 from lt2.distill.student import start_from
@@ -120,7 +119,7 @@ def _train(
     reader: Reader | None,
 ) -> TrainState:
     model_config = ModelConfig.model_validate(spec.model)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = ranks.rank(), ranks.world_size()
     check_workers(config, world_size)
     feed = Feed.open(spec.data, config, rank, world_size)
     dataset = feed.dataset
@@ -218,7 +217,7 @@ def _build_model(
     freeze(model, lambda name: config.objective.lr_scale(name, model_config))
     mesh, dtype = parallel.data_mesh(device.type, config.shard_workers), autocast_dtype(config.precision, device)
     if mesh is not None and device.type == "cuda":
-        _, rows = config.rows(dist.get_world_size())
+        _, rows = config.rows(ranks.world_size())
         shape = {"rows": rows, "seq_len": seq_len, "dtype": dtype, "packed": config.document_mask}
         first_rank_first(partial(run_each_kind, model, **shape))
     parallel.wrap_blocks(model, recompute=config.recompute, compile=config.compile)
@@ -235,7 +234,7 @@ def _keeps_gathered(
         return config.keep_gathered is not False
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     asked = None if teacher is None else checkpoint.read_info(checkpoint.resolve(teacher)).model
-    keep = keeps_gathered(model_config, config, seq_len, workers=dist.get_world_size(), card_bytes=size, teacher=asked)
+    keep = keeps_gathered(model_config, config, seq_len, workers=ranks.world_size(), card_bytes=size, teacher=asked)
     log.info("train.keep_gathered auto: gathered blocks are %s", "kept" if keep else "freed after each use, to fit")
     return ranks.from_rank_zero(keep)
 
@@ -250,7 +249,7 @@ def _resume(
 ) -> tuple[TrainState, str | None]:
     """Where training stands, and the checkpoint that says so: the newest of ours, else of the run that ours goes on
     from, `before`, else none."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if ranks.is_rank_zero():
         retention.clean(folder)
     found = integrity.latest(folder) or (before and checkpoint.intact(before))
     if found is None:

@@ -8,7 +8,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +15,7 @@ from lt2.analysis.accounting import objective_flops, peak_flops
 from lt2.config import ModelConfig
 from lt2.model import LoopedLM
 from lt2.train.loop import TrainConfig, TrainState, autocast_dtype
+from lt2_platform.train import ranks
 
 SPIKE = 3.0  # times the running median, as in scripts/stability.py
 
@@ -49,9 +49,10 @@ class Observer:
     ) -> Observer:
         bf16 = autocast_dtype(config.precision, device) == torch.bfloat16
         card = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and bf16 else None
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
         per_token = objective_flops(model.config, config.objective, seq_len, teacher=teacher) if card else 0.0
-        return cls(model, per_token * config.global_batch_size * seq_len, card * world_size if card else None, device)
+        return cls(
+            model, per_token * config.global_batch_size * seq_len, card * ranks.world_size() if card else None, device
+        )
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         norm = metrics["grad_norm"]
