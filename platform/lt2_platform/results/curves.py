@@ -103,10 +103,10 @@ def downsample(rows: pa.Table, *, max_points: int = MAX_POINTS) -> pa.Table:
         },
         schema=CURVES,
     )
-    return _fit(single, max_points)
+    return refit(single, max_points)
 
 
-def extend(curves: pa.Table, rows: pa.Table, *, max_points: int = MAX_POINTS) -> pa.Table | None:
+def extend(curves: pa.Table, rows: pa.Table) -> pa.Table | None:
     """`curves` with newer `rows` folded in, or None if `rows` replays steps that `curves` has already merged.
 
     None means: read every part again and `downsample` them, because a bucket cannot forget one of its values.
@@ -117,20 +117,18 @@ def extend(curves: pa.Table, rows: pa.Table, *, max_points: int = MAX_POINTS) ->
     starts = dict(zip(*(c.to_pylist() for c in _by_metric(rows, "min").columns)))
     if any(start <= ends.get(metric, -1) for metric, start in starts.items()):
         return None
-    return _fit(pa.concat_tables([curves, downsample(rows, max_points=max_points)]), max_points)
-
-
-def refit(curves: pa.Table, max_points: int) -> pa.Table:
-    """The same curves with wider buckets where a metric has more than `max_points` of them."""
-    return _fit(curves, max_points)
+    return refit(pa.concat_tables([curves, downsample(rows)]), MAX_POINTS)
 
 
 def _by_metric(table: pa.Table, how: str) -> pa.Table:
     return table.group_by("metric").aggregate([("step", how)]).select(["metric", f"step_{how}"])
 
 
-def _fit(curves: pa.Table, max_points: int) -> pa.Table:
-    """Merge each metric's buckets at the smallest power-of-two width that fits; rows come out sorted by step."""
+def refit(curves: pa.Table, max_points: int) -> pa.Table:
+    """The same curves with wider buckets where a metric has more than `max_points` of them, sorted by metric and step.
+
+    Each metric's buckets are merged at the smallest power-of-two width that fits.
+    """
     pieces = []
     for metric in sorted(curves["metric"].unique().to_pylist()):
         piece = curves.filter(pc.field("metric") == metric).sort_by("step")
