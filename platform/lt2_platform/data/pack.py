@@ -18,13 +18,9 @@ PADDING = -1  # doc_ids value of positions that hold no token
 HASH_SPACE = 1 << 64
 
 
-def join_documents(ids: Sequence[np.ndarray], bos_id: int | None, eos_id: int) -> np.ndarray:
-    """Marked stream (n_tokens,) uint32 of `bos ids eos` per document; a None `bos_id` adds no first token."""
-    return join_framed([frame(document, bos_id, eos_id) for document in ids])
-
-
 def frame(ids: np.ndarray, bos_id: int | None, eos_id: int) -> np.ndarray:
-    """`bos ids eos` uint32; where `ids` has tokens that are IGNORED, bos is too, and eos as the last of them."""
+    """`bos ids eos` uint32, without `bos` where that is None; where `ids` has tokens that are IGNORED, bos is too, and
+    eos as the last of them."""
     before = 0 if bos_id is None else 1
     framed = np.empty(before + len(ids) + 1, dtype=np.uint32)
     framed[before:-1] = ids
@@ -45,7 +41,7 @@ def split_framed(document: np.ndarray, limit: int | None, bos_id: int | None) ->
 
 
 def join_framed(documents: Sequence[np.ndarray]) -> np.ndarray:
-    """Marked stream of documents that have their bos and eos."""
+    """Marked stream (n_tokens,) uint32 of documents that have their bos and eos."""
     if not documents:
         return np.empty(0, dtype=np.uint32)
     stream = np.concatenate(documents)

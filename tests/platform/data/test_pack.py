@@ -11,8 +11,9 @@ from lt2_platform.data.pack import (
     document_hash,
     entropy,
     forced_threshold,
+    frame,
     holdout_threshold,
-    join_documents,
+    join_framed,
     pack,
     spans,
 )
@@ -23,23 +24,27 @@ def documents(count, seed=0):
     return [rng.integers(0, 200, rng.integers(1, 30)).astype(np.uint32) for _ in range(count)]
 
 
+def joined(ids, bos, eos):
+    return join_framed([frame(document, bos, eos) for document in ids])
+
+
 @pytest.mark.parametrize("bos", [None, 256])
 def test_stream_holds_every_document_between_its_specials(bos):
     ids = documents(20)
-    stream = join_documents(ids, bos, 257)
+    stream = joined(ids, bos, 257)
     expected, starts = [], []
     for document in ids:
         starts.append(len(expected))
         expected += ([] if bos is None else [bos]) + document.tolist() + [257]
     assert (stream & ~START).tolist() == expected
     assert np.flatnonzero(stream & START).tolist() == starts
-    assert len(join_documents([], bos, 257)) == 0
+    assert len(joined([], bos, 257)) == 0
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 64, 1000])
 def test_rows_are_consecutive_windows(width):
     ids = documents(40)
-    stream = join_documents(ids, 256, 257)
+    stream = joined(ids, 256, 257)
     tokens, doc_ids = pack(stream, width, pad_id=258)
     flat = [(token, number) for number, document in enumerate(ids) for token in [256, *document.tolist(), 257]]
     padding = -len(flat) % width
@@ -52,7 +57,7 @@ def test_rows_are_consecutive_windows(width):
 
 
 def test_any_cut_of_a_stream_packs_to_the_same_rows():
-    stream = join_documents(documents(40), 256, 257)
+    stream = joined(documents(40), 256, 257)
     tokens, doc_ids = pack(stream, 16, 258)
     for cut in (16, 160, 320):
         halves = [pack(part, 16, 258) for part in (stream[:cut], stream[cut:])]

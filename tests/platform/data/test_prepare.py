@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lt2.config import ConfigError
-from lt2_platform.data.pack import START, document_hash, entropy, holdout_threshold, join_documents, pack
+from lt2_platform.data.pack import START, document_hash, entropy, frame, holdout_threshold, join_framed, pack
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.sources.listing import PIECE_BYTES
@@ -43,8 +43,9 @@ def expected_streams(texts, seed, fraction):
     sides = {"train": [], "validation": []}
     for text in texts:
         held = document_hash(text.encode(), seed) < threshold
-        sides["validation" if held else "train"] += byte.encode_batch([text])
-    return {split: join_documents(ids, byte.bos_id, byte.eos_id) for split, ids in sides.items()}
+        (ids,) = byte.encode_batch([text])
+        sides["validation" if held else "train"].append(frame(ids, byte.bos_id, byte.eos_id))
+    return {split: join_framed(documents) for split, documents in sides.items()}
 
 
 @pytest.fixture(scope="module")

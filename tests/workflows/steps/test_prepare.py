@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from lt2.config import ConfigError, load_source
-from lt2_platform.data.sources.listing import describe, files_of
+from lt2_platform.data.sources.listing import describe, look_through
 from lt2_platform.data.tokenizers.tokenize import describe as describe_tokenizer
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.storage import Storage
@@ -61,7 +61,7 @@ def test_a_plan_says_when_the_corpus_of_a_finished_dataset_has_changed(tmp_path,
         (tmp_path / "books" / f"{name}.txt").write_text(f"text of {name} " * 50)
     step = PrepareStep(source=f"{tmp_path}/books", tokenize=tokenize)
     context = context_of(step, tmp_path)
-    files = files_of(step.parts, sampled=tokenize == "on_the_fly")
+    files, _ = look_through(step.parts, sampled=tokenize == "on_the_fly")
     manifest = {"sources": [describe(file, 1) for file in files], "tokenizer": {}}
     assert "CHANGED" not in describe_prepare(step, context)  # nothing is prepared yet
     context.storage.write_json(f"{context.step.folder}/out/manifest.json", manifest)
@@ -112,7 +112,7 @@ def test_a_tokenizer_changed_in_place_is_told(tmp_path):
     step = PrepareStep(source=f"{tmp_path}/a.txt", tokenizer=str(spec))
     context = context_of(step, tmp_path / "s")
     write_tokenizer(spec, "one")
-    sources = [describe(file, 1) for file in files_of(step.parts)]
+    sources = [describe(file, 1) for file in look_through(step.parts)[0]]
     manifest = {"sources": sources, "tokenizer": {**describe_tokenizer(load_tokenizer(str(spec))), "file": "t"}}
     context.storage.write_json(f"{context.step.folder}/out/manifest.json", manifest)
     outdated = STEP_TYPES["prepare"].outdated

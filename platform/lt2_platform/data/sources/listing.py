@@ -50,13 +50,6 @@ class Slice:
     stop: int | None
 
 
-def files_of(parts: Sequence[FileSource], *, sampled: bool = False) -> list[SourceFile]:
-    """The files of every source, source by source; raises ConfigError as `find_files` does."""
-    files, bad = look_through(parts, sampled=sampled)
-    refuse(bad)
-    return files
-
-
 def look_through(parts: Sequence[FileSource], *, sampled: bool = False) -> tuple[list[SourceFile], list[str]]:
     """The files of every source, source by source, and what is wrong with the paths and files that cannot be used."""
     files, bad = [], []

@@ -16,7 +16,7 @@ from lt2_platform.data.live.lanes import LivePlan, live_batches
 from lt2_platform.data.prepare import PrepareConfig, prepare
 from lt2_platform.data.sources.configs import SourceConfig
 from lt2_platform.data.sources.documents import Fault, Piece, text_of
-from lt2_platform.data.sources.listing import Slice, files_of, plan_units
+from lt2_platform.data.sources.listing import Slice, look_through, plan_units
 from lt2_platform.data.sources.readers import LEFT_OUT, read_rows
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from tests.platform.data.schemas import (
@@ -32,7 +32,7 @@ from tests.platform.data.schemas import (
 def read(source):
     """Every row of a source given as a dict: its document, Fault or LEFT_OUT."""
     part = SourceConfig.read(source)
-    files = files_of([part])
+    files, _ = look_through([part])
     slices = [one for unit in plan_units(files, [part]) for one in unit]
     return [row.text for one in slices for row in read_rows(files[one.file], one, part)]
 
@@ -343,7 +343,7 @@ def test_pieces_that_are_not_learned_need_a_mask(tmp_path, no_ray):
     config = PrepareConfig(source=source, seq_len=3, validation_fraction=0)
     with pytest.raises(ConfigError, match=told):
         prepare(config, str(tmp_path / "out"))
-    files = tuple(files_of(config.parts))
-    plan = LivePlan(files, tuple(config.parts), (((Slice(0, 0, None),),),), (1.0,), "byte", width=4, seed=0)
+    files, _ = look_through(config.parts)
+    plan = LivePlan(tuple(files), tuple(config.parts), (((Slice(0, 0, None),),),), (1.0,), "byte", width=4, seed=0)
     with pytest.raises(ConfigError, match=told):
         next(live_batches(plan, position=0, global_batch_size=1, first=0, last=1, cursors={}))
