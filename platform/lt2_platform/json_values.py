@@ -1,7 +1,9 @@
-"""Numbers that JSON does not have, in what others read. Imports nothing heavy."""
+"""JSON values: without the numbers that JSON does not have, and by their hash. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from typing import Any
 
@@ -15,3 +17,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+def sha256_of(value: Any) -> str:
+    """Hex sha256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

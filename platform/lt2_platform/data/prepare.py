@@ -7,8 +7,6 @@ The rows are therefore consecutive windows of the documents in source order, how
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -34,9 +32,10 @@ from lt2_platform.data.sources.configs import (
 )
 from lt2_platform.data.sources.readers import bad_beginnings
 from lt2_platform.data.spread import some_ray, spread
-from lt2_platform.data.tokenizers.tokenize import Tokenizer, describe, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, describe, load_tokenizer, tokenizer_files
 from lt2_platform.data.units import SPLITS, Job, Unit, tokenize_unit
-from lt2_platform.storage import Storage, absolute
+from lt2_platform.json_values import sha256_of
+from lt2_platform.storage import Storage
 
 SHARD_TOKENS = 4 * 2**20
 logger = logging.getLogger(__name__)
@@ -203,7 +202,7 @@ def _job(
     made_of = [fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS, folder.special_ids(tokenizer)]
     return Job(
         out=storage.root,
-        staging=f"{folder.STAGING}/{_digest(made_of)[:16]}",
+        staging=f"{folder.STAGING}/{sha256_of(made_of)[:16]}",
         tokenizer=storage.join(file) if file else config.tokenizer,
         sources=tuple(config.parts),
         seed=config.seed,
@@ -269,7 +268,7 @@ def _fingerprint(config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[so
     if isinstance(config.source, SourceConfig):
         settings["source"] = identity(config.source)
         versions = [[*version, file.source] for version, file in zip(versions, files, strict=True)]
-    return _digest([SCHEMA_VERSION, sources.PIECE_BYTES, settings, tokenizer.sha256, versions])
+    return sha256_of([SCHEMA_VERSION, sources.PIECE_BYTES, settings, tokenizer.sha256, versions])
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:
@@ -281,18 +280,9 @@ def _settings(config: PrepareConfig) -> dict[str, Any]:
     return settings
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def _copy_tokenizer(spec: str, storage: Storage) -> str | None:
     """Keep the tokenizer's files in the dataset, where every worker and every later step can read them."""
-    if spec == "byte":
-        return None
-    location = absolute(spec)
-    parent, name = location.rsplit("/", 1)
-    origin = Storage(parent or "/")
-    for each in (name, "tokenizer_config.json"):
-        if each == name or origin.exists(each):
-            storage.write_bytes(f"tokenizer/{each}", origin.read_bytes(each))
-    return f"tokenizer/{name}"
+    files = tokenizer_files(spec)
+    for path, content in files.items():
+        storage.write_bytes(path, content)
+    return next(iter(files), None)

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_recorded
 from lt2_platform.evaluate.config import HeldOut
 from lt2_platform.evaluate.harness.long_context import ruler
 from lt2_platform.evaluate.harness.tasks import packs
@@ -39,8 +39,7 @@ def make_pack(
         ConfigError: too little held-out text, or a needle task that is unknown or needs essays.
     """
     dataset = PackedDataset(data, "validation")
-    record = dataset.manifest["tokenizer"]
-    tokenizer = load_tokenizer(dataset.storage.join(record["file"]) if record["file"] else "byte")
+    tokenizer = load_recorded(dataset.manifest["tokenizer"], dataset.storage)
     tables = {CONTINUATION: {"test": continuations(dataset, tokenizer, held_out, items, context, continuation, seed)}}
     for name in needles:
         task, _, length = name.rpartition("_")

@@ -21,6 +21,7 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.distill.run import check_tokenizer
 from lt2_platform.evaluate.config import HeldOut
 from lt2_platform.evaluate.validation import check_counted, chunks, held_out_rows
+from lt2_platform.machine.devices import this_device
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.train.checkpoints import checkpoint
 
@@ -139,4 +140,4 @@ def one_shot_scores(
 
 
 def _load(place: str) -> LoopedLM:
-    return checkpoint.load_model(place)[0].to("cuda" if torch.cuda.is_available() else "cpu")
+    return checkpoint.load_model(place)[0].to(this_device())

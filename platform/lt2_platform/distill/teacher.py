@@ -15,8 +15,8 @@ from lt2.model import LoopedLM
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
 from lt2.train.loop import TrainState, autocast_dtype
-from lt2_platform.data.tokenizers.tokenize import describe, load_tokenizer
-from lt2_platform.storage import Storage, absolute
+from lt2_platform.data.tokenizers.tokenize import describe, load_tokenizer, tokenizer_files
+from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity
 
 
@@ -79,7 +79,7 @@ def store_ouro(folder: str, out: str, *, tokenizer: str | None = None) -> dict[s
                 f"tokenizer {found.name!r} has {found.vocab_size} tokens, the model in {folder} only "
                 f"{model.config.vocab_size}; give the one the model was trained with"
             )
-        files = {} if spec == "byte" else tokenizer_files(spec)
+        files = tokenizer_files(spec)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state to save
         checkpoint.save(
             checkpoints,
@@ -94,11 +94,3 @@ def store_ouro(folder: str, out: str, *, tokenizer: str | None = None) -> dict[s
     result = {"step": 0, "position": 0, "tokens": 0, "loss": None}
     storage.write_json("summary.json", result | {"checkpoint": checkpoint.resolve(out)})
     return result
-
-
-def tokenizer_files(spec: str) -> dict[str, bytes]:
-    """The tokenizer's file, first, and its settings if they lie beside it, by their path within a checkpoint."""
-    folder, _, name = absolute(spec).rpartition("/")
-    storage = Storage(folder or "/")
-    names = [name, *(each for each in ("tokenizer_config.json",) if storage.exists(each))]
-    return {f"tokenizer/{each}": storage.read_bytes(each) for each in names}

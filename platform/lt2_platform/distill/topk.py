@@ -84,8 +84,7 @@ def store_top_k(
         raise ConfigError(f"k {k} exceeds the teacher's vocabulary of {info.model.vocab_size}; lower it")
     job = Job(teacher, data, out, k, 1 if final_only else info.model.n_loops, document_mask, batch_size)
     storage = Storage(out)
-    described = {name: value for name, value in asdict(job).items() if name not in ("teacher", "data", "out")}
-    described.pop("batch_size")
+    described = {name: value for name, value in asdict(job).items() if name in ("k", "loops", "document_mask")}
     record = {
         "schema_version": SCHEMA_VERSION,
         **described,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,14 +15,12 @@ from lt2.model import LoopedLM
 from lt2.packages import version_of
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
-from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
+from lt2_platform.evaluate.config import HarnessConfig, TaskConfig, depth_name
 from lt2_platform.evaluate.tasks import TaskContext, named, run_tasks
 from lt2_platform.json_values import finite
+from lt2_platform.machine.devices import this_device
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
-
-if TYPE_CHECKING:
-    from lt2_platform.evaluate.harness.models import ModelSource
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def evaluate_checkpoint(
     """
     uri = resolve(checkpoint)
     model, _, info = load_model(uri)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(this_device())
     context = TaskContext(
         checkpoint=uri,
         tokenizer=load_tokenizer(info["file"] or "byte"),
@@ -112,7 +110,9 @@ def evaluate_anything(
     if not source.is_transformers:
         return evaluate_checkpoint(place, tasks, data=None, out=out, loops=loops, actors=actors, progress=progress)
     if source.is_export:
-        return evaluate_export(source, tasks, out=out, loops=loops, actors=actors, progress=progress)
+        # By the code of checkpoints, hence with their numbers.
+        context = TaskContext(source.place, source.load_tokenizer(), None, out, progress, actors)
+        return _evaluated(source.load_looped(), 0, tasks, context, loops)
     if loops:
         raise ConfigError(f"{place} is not a looped model of ours; it has no other depths than its own")
     rows, size = [], 0
@@ -120,26 +120,12 @@ def evaluate_anything(
         source = replace(source, max_length=task.max_length)
         scorer = load(source).scorer
         size = sum(weight.numel() for weight in scorer.model.parameters())
-        found = evaluate(task, source, out=f"{out}/{name}/loops-1", scorer=scorer, actors=actors, progress=progress)
+        folder = f"{out}/{name}/{depth_name(1)}"
+        found = evaluate(task, source, out=folder, scorer=scorer, actors=actors, progress=progress)
         rows += [{"n_loops": 1, "early_exit": False} | row for row in found]
     result = Evaluated(rows, 0, 1, size)
     write_record(out, result, place, tasks)
     return result
-
-
-def evaluate_export(
-    source: ModelSource,
-    tasks: Sequence[TaskConfig],
-    *,
-    out: str,
-    loops: Sequence[int],
-    actors: int,
-    progress: Callable[[dict[str, Any]], None],
-) -> Evaluated:
-    """`evaluate_checkpoint` of a folder that `lt2 export` wrote: by the same code, hence with the same numbers."""
-    model = source.load_looped()
-    context = TaskContext(source.place, source.load_tokenizer(), None, out, progress, actors)
-    return _evaluated(model, 0, tasks, context, loops)
 
 
 def write_record(out: str, found: Evaluated, place: str, tasks: Sequence[TaskConfig]) -> None:

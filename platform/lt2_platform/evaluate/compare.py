@@ -12,6 +12,7 @@ import numpy as np
 
 from lt2.config import ConfigError
 from lt2_platform.data.sources.configs import Template
+from lt2_platform.evaluate.config import depth_name
 from lt2_platform.evaluate.repeats import standing
 from lt2_platform.evaluate.student import two_sided
 from lt2_platform.results.tables import flatten
@@ -134,7 +135,7 @@ def own_depth(config: Mapping[str, Any]) -> str | None:
     halts = any(
         key.removeprefix("model.").startswith("halting") and value is not None for key, value in settings.items()
     )
-    return f"loops-{loops}" + "-early-exit" * halts if isinstance(loops, int) else None
+    return depth_name(loops, halts) if isinstance(loops, int) else None
 
 
 def scores(folder: str, depth: str | None = None) -> dict[Key, Answers]:

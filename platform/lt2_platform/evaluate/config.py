@@ -29,6 +29,11 @@ Depths = Annotated[tuple[int, ...], AfterValidator(check_depths)]
 """Numbers of loops to evaluate at; none means the model's own."""
 
 
+def depth_name(n_loops: int, early_exit: bool = False) -> str:
+    """The folder of what was evaluated at a depth: "loops-4", or "loops-4-early-exit"."""
+    return f"loops-{n_loops}" + "-early-exit" * early_exit
+
+
 class TaskConfig(Extension):
     """Base of all tasks."""
 

@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from lt2.model import build
 from lt2.train.loop import TrainState
 from lt2.train.optim import adamw
 from lt2_platform.evaluate.config import StateRecallConfig
 from lt2_platform.evaluate.state_recall_programs import current, n_max, practise
+from lt2_platform.machine.devices import this_device
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity
 
@@ -34,7 +33,7 @@ def run_curriculum(
             evaluated(entry)
         return result
     architecture = config.model
-    model = build(architecture, seed=config.seed, device="cuda" if torch.cuda.is_available() else "cpu")
+    model = build(architecture, seed=config.seed, device=this_device())
     optimizer = adamw(model, lr=config.lr)
     state, history = TrainState(), []
     if newest := integrity.latest(f"{out}/checkpoints"):

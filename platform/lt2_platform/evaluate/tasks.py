@@ -17,7 +17,7 @@ from lt2.layout import loops_text
 from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
-from lt2_platform.evaluate.config import TaskConfig, check_depths
+from lt2_platform.evaluate.config import TaskConfig, check_depths, depth_name
 
 Task = TypeVar("Task", bound=TaskConfig)
 
@@ -55,7 +55,7 @@ class Depth:
 
     @property
     def name(self) -> str:
-        return f"loops-{self.n_loops}" + ("-early-exit" if self.early_exit else "")
+        return depth_name(self.n_loops, self.early_exit)
 
 
 def depths(model: LoopedLM, loops: Sequence[int]) -> list[Depth]:

@@ -17,7 +17,7 @@ from lt2.train.loop import Batch
 from lt2.train.loss import IGNORE, next_token_objective, next_token_targets
 from lt2.voting import mean_probability, voted_logprobs
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_recorded
 from lt2_platform.evaluate.config import HeldOut, PerplexityConfig
 from lt2_platform.evaluate.tasks import TaskContext
 
@@ -128,7 +128,7 @@ def check_tokens(dataset: PackedDataset, tokenizer: Tokenizer) -> None:
     record = dataset.manifest["tokenizer"]
     if record["sha256"] == tokenizer.sha256:
         return
-    theirs = load_tokenizer(dataset.storage.join(record["file"]) if record["file"] else "byte")
+    theirs = load_recorded(record, dataset.storage)
     if theirs.vocabulary != tokenizer.vocabulary:
         raise ConfigError(
             f"{dataset.uri} was prepared with tokenizer {record['name']!r}, the model was trained with "

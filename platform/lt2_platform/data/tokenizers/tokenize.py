@@ -19,8 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from lt2.config import ConfigError
-from lt2_platform.storage import absolute, filesystem
+from lt2_platform.json_values import sha256_of
+from lt2_platform.storage import Storage, absolute, filesystem
 
+SETTINGS = "tokenizer_config.json"  # beside a tokenizer.json
 LLAMA3_RANKS = 128_000
 # From Meta's llama3/llama/tokenizer.py: the split pattern, the 256 special tokens and the longest run.
 LLAMA3_PATTERN = (
@@ -81,7 +83,7 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def vocabulary_sha256(ids: Mapping[str, int]) -> str:
     """Hash of a vocabulary, token -> id."""
-    return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
+    return sha256_of(sorted(ids.items()))
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -90,6 +92,23 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises ConfigError for anything else, for a missing file and for one that does not parse.
     """
     return _loaded("byte" if spec == "byte" else absolute(spec), spec)
+
+
+def load_recorded(record: dict[str, Any], storage: Storage) -> Tokenizer:
+    """The tokenizer that a dataset or checkpoint at `storage` has a record of: the "file" in it, or bytes."""
+    file = record.get("file")
+    return load_tokenizer(storage.join(file) if file else "byte")
+
+
+def tokenizer_files(spec: str) -> dict[str, bytes]:
+    """What a dataset or checkpoint keeps of a tokenizer, by path: its file, first, and its settings if they lie beside
+    it; nothing of "byte"."""
+    if spec == "byte":
+        return {}
+    folder, _, name = absolute(spec).rpartition("/")
+    storage = Storage(folder or "/")
+    names = [name, *([SETTINGS] if storage.exists(SETTINGS) else [])]
+    return {f"tokenizer/{each}": storage.read_bytes(each) for each in names}
 
 
 def is_as_recorded(spec: str, record: dict[str, Any]) -> bool:
@@ -116,7 +135,7 @@ def _load(location: str, spec: str) -> Tokenizer:
     content, name = _read(location, spec), location.rsplit("/", 1)[-1]
     if location.endswith(".tiktoken"):
         return _llama3(name, content)
-    return HubTokenizer(name, content, _neighbour(location, "tokenizer_config.json"), spec)
+    return HubTokenizer(name, content, _settings_beside(location), spec)
 
 
 @functools.lru_cache(maxsize=2)  # building it takes a third of a second, and every dataset has its own copy of the file
@@ -133,8 +152,8 @@ def _read(location: str, spec: str) -> bytes:
     return fs.cat_file(location)
 
 
-def _neighbour(location: str, name: str) -> dict[str, Any]:
-    beside = location.rsplit("/", 1)[0] + "/" + name
+def _settings_beside(location: str) -> dict[str, Any]:
+    beside = location.rsplit("/", 1)[0] + "/" + SETTINGS
     fs = filesystem(beside)
     if not fs.exists(beside):
         return {}

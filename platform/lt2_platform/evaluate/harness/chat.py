@@ -7,7 +7,6 @@ a turn one by one, which the text alone cannot tell; so the text of our template
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +17,7 @@ from lt2_platform.data.tokenizers.tokenize import Tokenizer, encode
 from lt2_platform.data.units import encode_documents
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness.models import FolderTokenizer, ModelSource
+from lt2_platform.json_values import sha256_of
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -102,7 +102,7 @@ class FolderChat:
 
     @property
     def identity(self) -> str:
-        return hashlib.sha256(json.dumps(self.tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
+        return sha256_of(self.tokenizer.chat_template)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         from jinja2.exceptions import TemplateError

@@ -10,6 +10,7 @@ from pathlib import Path
 import lt2
 from lt2.config import ModelConfig
 from lt2.packages import version_of
+from lt2_platform.json_values import sha256_of
 from lt2_platform.source_files import python_sources
 
 _PLATFORM = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def code_sha256(model: ModelConfig | None = None) -> str:
     """Of our code, of the versions of the packages that compute, and of the user's own files that `model` names."""
     own = [] if model is None else sorted({*python_sources(model.model_dump(mode="json"))})
     files = [hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest() for path in own]
-    return hashlib.sha256(json.dumps([_ours(), files]).encode()).hexdigest()
+    return sha256_of([_ours(), files])
 
 
 @cache

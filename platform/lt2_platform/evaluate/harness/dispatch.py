@@ -8,8 +8,6 @@ found again by the same code on the same kind of device only: one from before a 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +19,10 @@ import torch
 from lt2.config import ModelConfig
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.code import code_sha256
-from lt2_platform.evaluate.harness.models import ModelSource, load, this_device
+from lt2_platform.evaluate.harness.models import ModelSource, load
 from lt2_platform.evaluate.harness.scoring import Pair, Scorer
+from lt2_platform.json_values import sha256_of
+from lt2_platform.machine.devices import this_device
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS
 
@@ -42,7 +42,7 @@ class Work:
 
     def key(self) -> str:
         """Name of its answer, whoever gives it."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+        return sha256_of(asdict(self))[:32]
 
 
 @dataclass
@@ -113,8 +113,7 @@ class Dispatcher:
     @cached_property
     def kept(self) -> str:
         """Name of the folder, in `batches`, of what this model answers by this code on this kind of device."""
-        identity = [self.source.identity(), code_sha256(self.looped), self.device]
-        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        return sha256_of([self.source.identity(), code_sha256(self.looped), self.device])[:16]
 
     @property
     def device(self) -> str:

@@ -17,8 +17,10 @@ from torch import nn
 
 from lt2.config import ConfigError
 from lt2.model import LoopedLM
-from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_tokenizer, vocabulary_sha256
+from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_recorded, vocabulary_sha256
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, TransformersScorer, check_vocabulary
+from lt2_platform.json_values import sha256_of
+from lt2_platform.machine.devices import this_device
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
 from lt2_platform.train.checkpoints.integrity import COMPLETE
@@ -84,15 +86,13 @@ class ModelSource:
             record = [(path.name, _sha256(path)) for path in files]
         else:
             record = Storage(resolve(self.place)).read_json(COMPLETE)["files"]
-        text = json.dumps([record, asdict(self) | {"place": None}], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return sha256_of([record, asdict(self) | {"place": None}])
 
     def load_tokenizer(self) -> Tokenizer:
         if self.is_transformers:
             return FolderTokenizer.load(self.place, self.gguf)
         uri = resolve(self.place)
-        file = read_info(uri).tokenizer.get("file")
-        return load_tokenizer(Storage(uri).join(file) if file else "byte")
+        return load_recorded(read_info(uri).tokenizer, Storage(uri))
 
     def chat_templates(self) -> list[str]:
         """Those of ours that the model was trained on, as far as its checkpoint says; of a folder none are known."""
@@ -125,11 +125,6 @@ def load(source: ModelSource) -> Loaded:
     check_vocabulary(model.config.vocab_size, tokenizer.vocab_size, source.place)
     view = model.at_depth(source.n_loops or model.config.n_loops, halting=source.early_exit)
     return Loaded(LoopedScorer(view, max_length=source.max_length, eos_id=tokenizer.eos_id), tokenizer)
-
-
-def this_device() -> str:
-    """Where a process of ours runs its models."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class FolderTokenizer:
@@ -184,8 +179,5 @@ class FolderTokenizer:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

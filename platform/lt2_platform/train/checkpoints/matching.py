@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 from lt2.config import ModelConfig
 from lt2.train.config import SEEDS, TrainConfig
+from lt2_platform.json_values import sha256_of
 from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo
 from lt2_platform.train.checkpoints.integrity import CheckpointError
 
@@ -22,7 +21,7 @@ def lineage(info: CheckpointInfo) -> str:
         "data": info.data,
         "sources": dict(info.sources),
     }
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]
+    return sha256_of(record)[:12]
 
 
 def check_matches(

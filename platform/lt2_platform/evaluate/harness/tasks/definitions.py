@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
@@ -20,6 +19,7 @@ from lt2_platform.evaluate.harness.chat import Chat, framing
 from lt2_platform.evaluate.harness.recall import WINDOW, cut_to_window, document_and_prompt
 from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.evaluate.harness.tasks.suites import COLUMNS, FORMATS, UPSTREAM
+from lt2_platform.json_values import sha256_of
 from lt2_platform.storage import Storage
 
 
@@ -89,8 +89,7 @@ def define(
     }
     digests = [record["splits"][part]["sha256"] for part in used]
     asked = [] if chat is None else [chat.identity, config.multiturn, config.system]
-    identity = json.dumps([texts, digests, split, shots, config.seed, config.limit, *asked])
-    sha256 = hashlib.sha256(identity.encode()).hexdigest()
+    sha256 = sha256_of([texts, digests, split, shots, config.seed, config.limit, *asked])
     task = ConfigurableTask(config=settings) if own is None else of_class(own, data, settings)
     if fixed and shots > (have := len(list(task.fewshot_docs()))):
         raise ConfigError(f"{shots} examples are wanted for {name}, whose definition has {have}")
