@@ -31,7 +31,8 @@ from lt2.model import build
 from lt2.train.loop import TrainState
 from lt2.train.optim import adamw
 from lt2_platform.fence import FENCE
-from lt2_platform.results.store import FLUSH_SECONDS, ResultsStore
+from lt2_platform.results.store import ResultsStore
+from lt2_platform.results.writer import FLUSH_SECONDS
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint
 from lt2_workflows.engine.executor import TTL_S

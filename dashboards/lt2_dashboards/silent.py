@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.records import Records, is_name
 from lt2_dashboards.steps import step_states
-from lt2_platform.results.store import FLUSH_SECONDS, RunInfo
+from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import STALE_SECONDS
+from lt2_platform.results.writer import FLUSH_SECONDS
 
 ENDED = ("failed", "interrupted", "infrastructure", "lost")  # states of an attempt
 PAUSE = 15  # seconds that a moment lasts, so that pages which poll share an answer

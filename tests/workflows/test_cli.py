@@ -257,10 +257,11 @@ def test_results_are_a_block_per_run_and_can_be_narrowed(tmp_path):
 
 
 def test_what_is_not_finite_is_null_in_json(tmp_path, monkeypatch, capsys):
-    with ResultsStore(Storage(str(tmp_path))).create_run("r1", {}) as writer:
+    store = ResultsStore(Storage(str(tmp_path)))
+    with store.create_run("r1", {}) as writer:
         writer.log(8, {"loss": math.nan})
-        writer.log_eval("validation", [{"task": "perplexity", "metric": "perplexity", "value": math.inf}])
-        writer.log_eval("validation", [{"task": "swde", "metric": "f1", "value": math.nan}])
+    store.log_eval("r1", "validation", [{"task": "perplexity", "metric": "perplexity", "value": math.inf}])
+    store.log_eval("r1", "validation", [{"task": "swde", "metric": "f1", "value": math.nan}])
     monkeypatch.setattr(sys, "argv", ["lt2", "results", "r1", "--json", "--storage", str(tmp_path)])
     with pytest.raises(SystemExit) as done:
         main()

@@ -13,40 +13,34 @@ Only one process writes a run (rank 0); any number may read while it does.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from botocore.exceptions import BotoCoreError
 
 from lt2.config import ConfigError
+from lt2_platform.json_values import redacted
 from lt2_platform.results import index as index_files
-from lt2_platform.results.curves import encode, last_written, rows_table
+from lt2_platform.results.curves import last_written
 from lt2_platform.results.index import Index
-from lt2_platform.results.parts import list_parts, part_name, read_curves, read_parts, write_curves
+from lt2_platform.results.parts import list_parts, read_curves, read_parts
 from lt2_platform.results.rows import result_rows
 from lt2_platform.results.tables import RunInfo, as_text, flatten
+from lt2_platform.results.writer import RunWriter
 from lt2_platform.step_records import NUMBER, parse
 from lt2_platform.storage import Storage
 
 __all__ = ["NOTE", "Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
 
-log = logging.getLogger(__name__)
-
 NOTE = "note"
-FIRST_FLUSH_SECONDS, FLUSH_SECONDS = 2.0, 60.0  # a new run shows up at once, a long one writes few files
-FLUSH_ROWS = 50_000
-PARTS_PER_CURVE = 16  # readers of a live run open at most this many small files
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_SECRET = re.compile(r"(^|[._-])(password|secret|api_?key|(secret_)?access_key|(auth|hf|bearer)_token)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -191,74 +185,6 @@ class ResultsStore:
         ]
 
 
-class RunWriter:
-    """Buffers the numbers of one run and writes them as parts. Use as a context manager: an exception marks it failed,
-    or what its `run_state` says.
-
-    A flush that fails while training is kept and tried again with the next one; `close` raises instead.
-    """
-
-    def __init__(self, storage: Storage, run: RunInfo, writer: str, clock: Callable[[], float]):
-        self.storage, self.run, self.writer, self.clock = storage, run, writer, clock
-        self.rows: list[tuple[int, float, str, float]] = []
-        self.sequence = 0
-        self.interval = FIRST_FLUSH_SECONDS
-        self.next_flush = clock() + self.interval
-        index_files.write_journal(storage, run)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record numbers at a step (NaN and infinities are kept); flushes when a minute has passed or rows pile up."""
-        now = self.clock()
-        values = {name: float(value) for name, value in metrics.items()}
-        self.rows += [(int(step), now, name, value) for name, value in values.items()]
-        last = {**self.run.last, **{name: (int(step), value) for name, value in values.items()}}
-        self.run = replace(self.run, step=int(step), updated=now, last=last)
-        set_back = now < self.next_flush - self.interval  # the clock: without this, silence until it has caught up
-        if now >= self.next_flush or set_back or len(self.rows) >= FLUSH_ROWS:
-            try:
-                self.flush()
-            except (OSError, BotoCoreError) as error:
-                log.warning("%s: metrics not written, kept for the next try (%s)", self.run.run_id, error)
-            self.interval = min(2 * self.interval, FLUSH_SECONDS)
-            self.next_flush = self.clock() + self.interval
-
-    def flush(self) -> None:
-        """Write what is buffered. The part's name is new for every writer, so nothing is ever overwritten."""
-        if self.rows:
-            path = f"runs/{self.run.run_id}/metrics/{part_name(self.writer, self.sequence)}"
-            self.storage.write_bytes(path, encode(rows_table(self.rows)))
-            self.rows, self.sequence = [], self.sequence + 1
-            if self.sequence % PARTS_PER_CURVE == 0:
-                write_curves(self.storage, self.run.run_id)
-        self.run = replace(self.run, updated=self.clock())
-        index_files.write_journal(self.storage, self.run)
-
-    def log_eval(self, name: str, rows: list[dict[str, Any]]) -> None:
-        ResultsStore(self.storage).log_eval(self.run.run_id, name, rows)
-
-    def close(self, summary: Mapping[str, Any] | None = None, *, state: str = "finished") -> None:
-        """Write the rest, the summary and the curves. `state`: finished, failed, or running (to be resumed)."""
-        summary = json.loads(json.dumps(redacted(dict(summary)))) if summary is not None else None
-        self.run = replace(self.run, state=state, summary=summary)
-        if summary is not None:
-            self.storage.write_json(f"runs/{self.run.run_id}/summary.json", summary)
-        self.flush()
-        write_curves(self.storage, self.run.run_id)
-        index_files.compact_when_long(self.storage)
-
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            try:
-                self.close(state=getattr(kind, "run_state", "failed"))
-            except (OSError, BotoCoreError) as error:  # what ended the block is what whoever started it must hear of
-                log.error("%s: its last metrics are not written (%s)", self.run.run_id, error)
-        elif self.run.state == "running":
-            self.close()
-
-
 def _column(values: list[Any]) -> pa.Array:
     """As text where tasks mean different kinds of value by one name, or a number is larger than a column holds."""
     try:
@@ -292,14 +218,3 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     seen = {key: {json.dumps(config.get(key), sort_keys=True) for config in flat.values()} for key in keys}
     varying = [key for key in keys if len(seen[key]) > 1]
     return {name: {key: config.get(key) for key in varying} for name, config in flat.items()}
-
-
-def redacted(value: Any, key: str = "") -> Any:
-    """`value` with anything under a key that names a secret replaced, at any depth."""
-    if _SECRET.search(key) and value is not None:
-        return "[redacted]"
-    if isinstance(value, Mapping):
-        return {str(k): redacted(v, str(k)) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
-    return value

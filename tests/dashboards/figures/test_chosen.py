@@ -26,7 +26,7 @@ def add(store: ResultsStore, run: str, *, objective: str | None = "next_token", 
     with store.create_run(run, {"config": {"train": train, "data": {"fingerprint": data}}}) as writer:
         writer.log(1, last)
         if perplexity is not None:
-            writer.log_eval("validation", [{"task": "perplexity", "metric": "perplexity", "value": perplexity}])
+            store.log_eval(run, "validation", [{"task": "perplexity", "metric": "perplexity", "value": perplexity}])
 
 
 def figure(store: ResultsStore, name: str = "seeds", **query: str) -> Figure:

@@ -29,8 +29,8 @@ def test_a_run_reads_back_as_logged(storage):
         writer.log(0, {"loss": 5.0, "lr": 0.1})
         writer.log(1, {"loss": math.nan})
         writer.log(2, {"loss": math.inf})
-        writer.log_eval("perplexity", [{"task": "validation", "metric": "ppl", "value": 12.5, "tokens": 7}])
         writer.close({"tokens": 3})
+    store.log_eval("pretrain-1", "perplexity", [{"task": "validation", "metric": "ppl", "value": 12.5, "tokens": 7}])
     assert values(store, "pretrain-1", "lr") == {0: 0.1}
     loss = values(store, "pretrain-1", "loss")
     assert loss[0] == 5.0
@@ -121,7 +121,7 @@ def test_parts_are_flushed_on_time_and_size_and_at_the_end(local, monkeypatch):
     clock.now += 3  # the second wait is twice the first
     writer.log(2, {"loss": 1.0})
     assert len(parts(local, "r")) == 1
-    monkeypatch.setattr("lt2_platform.results.store.FLUSH_ROWS", 3)
+    monkeypatch.setattr("lt2_platform.results.writer.FLUSH_ROWS", 3)
     writer.log(3, {"loss": 1.0, "lr": 1.0})
     assert len(parts(local, "r")) == 2
     writer.log(4, {"loss": 1.0})
@@ -131,7 +131,7 @@ def test_parts_are_flushed_on_time_and_size_and_at_the_end(local, monkeypatch):
 
 
 def test_readers_of_a_live_run_open_few_parts(local, monkeypatch):
-    monkeypatch.setattr("lt2_platform.results.store.PARTS_PER_CURVE", 3)
+    monkeypatch.setattr("lt2_platform.results.writer.PARTS_PER_CURVE", 3)
     writer = local.create_run("r", {})
     merged = []
     for step in range(7):
@@ -236,9 +236,9 @@ def test_journal_is_folded_before_it_grows_long(local):
 
 
 def test_evaluations_of_a_live_run_do_not_grow_the_journal(local):
-    with local.create_run("r", {}) as writer:
+    with local.create_run("r", {}):
         for step in range(2 * COMPACT_AFTER + 1):
-            writer.log_eval("training", [{"metric": "loss", "value": 1.0 * step, "step": step}])
+            local.log_eval("r", "training", [{"metric": "loss", "value": 1.0 * step, "step": step}])
             assert len(local.storage.list(results_index.JOURNAL)) <= COMPACT_AFTER
         assert [row["step"] for _, _, row in local.index().evals] == list(range(2 * COMPACT_AFTER + 1))
         assert local.run("r").state == "running"

@@ -1,0 +1,89 @@
+"""The writer of one run: its numbers as parts and its latest word, while it trains and at its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from botocore.exceptions import BotoCoreError
+
+from lt2_platform.json_values import redacted
+from lt2_platform.results.curves import encode, rows_table
+from lt2_platform.results.index import compact_when_long, write_journal
+from lt2_platform.results.parts import part_name, write_curves
+from lt2_platform.results.tables import RunInfo
+from lt2_platform.storage import Storage
+
+log = logging.getLogger(__name__)
+
+FIRST_FLUSH_SECONDS, FLUSH_SECONDS = 2.0, 60.0  # a new run shows up at once, a long one writes few files
+FLUSH_ROWS = 50_000
+PARTS_PER_CURVE = 16  # readers of a live run open at most this many small files
+
+
+class RunWriter:
+    """Buffers the numbers of one run and writes them as parts. Use as a context manager: an exception marks it failed,
+    or what its `run_state` says.
+
+    A flush that fails while training is kept and tried again with the next one; `close` raises instead.
+    """
+
+    def __init__(self, storage: Storage, run: RunInfo, writer: str, clock: Callable[[], float]):
+        self.storage, self.run, self.writer, self.clock = storage, run, writer, clock
+        self.rows: list[tuple[int, float, str, float]] = []
+        self.sequence = 0
+        self.interval = FIRST_FLUSH_SECONDS
+        self.next_flush = clock() + self.interval
+        write_journal(storage, run)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record numbers at a step (NaN and infinities are kept); flushes when a minute has passed or rows pile up."""
+        now = self.clock()
+        values = {name: float(value) for name, value in metrics.items()}
+        self.rows += [(int(step), now, name, value) for name, value in values.items()]
+        last = {**self.run.last, **{name: (int(step), value) for name, value in values.items()}}
+        self.run = replace(self.run, step=int(step), updated=now, last=last)
+        set_back = now < self.next_flush - self.interval  # the clock: without this, silence until it has caught up
+        if now >= self.next_flush or set_back or len(self.rows) >= FLUSH_ROWS:
+            try:
+                self.flush()
+            except (OSError, BotoCoreError) as error:
+                log.warning("%s: metrics not written, kept for the next try (%s)", self.run.run_id, error)
+            self.interval = min(2 * self.interval, FLUSH_SECONDS)
+            self.next_flush = self.clock() + self.interval
+
+    def flush(self) -> None:
+        """Write what is buffered. The part's name is new for every writer, so nothing is ever overwritten."""
+        if self.rows:
+            path = f"runs/{self.run.run_id}/metrics/{part_name(self.writer, self.sequence)}"
+            self.storage.write_bytes(path, encode(rows_table(self.rows)))
+            self.rows, self.sequence = [], self.sequence + 1
+            if self.sequence % PARTS_PER_CURVE == 0:
+                write_curves(self.storage, self.run.run_id)
+        self.run = replace(self.run, updated=self.clock())
+        write_journal(self.storage, self.run)
+
+    def close(self, summary: Mapping[str, Any] | None = None, *, state: str = "finished") -> None:
+        """Write the rest, the summary and the curves. `state`: finished, failed, or running (to be resumed)."""
+        summary = json.loads(json.dumps(redacted(dict(summary)))) if summary is not None else None
+        self.run = replace(self.run, state=state, summary=summary)
+        if summary is not None:
+            self.storage.write_json(f"runs/{self.run.run_id}/summary.json", summary)
+        self.flush()
+        write_curves(self.storage, self.run.run_id)
+        compact_when_long(self.storage)
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            try:
+                self.close(state=getattr(kind, "run_state", "failed"))
+            except (OSError, BotoCoreError) as error:  # what ended the block is what whoever started it must hear of
+                log.error("%s: its last metrics are not written (%s)", self.run.run_id, error)
+        elif self.run.state == "running":
+            self.close()
