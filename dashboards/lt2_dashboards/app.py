@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 
 from lt2.config import ConfigError
 from lt2_dashboards.auth import LOGIN, Access, Guard, check_bind
-from lt2_dashboards.export import static_html
+from lt2_dashboards.export import STATIC, static_html
 from lt2_dashboards.figures import FIGURES, GROUPS, Figure, draw
 from lt2_dashboards.figures.figure import describe
 from lt2_dashboards.pipelines import read_trials, read_workflow, read_workflows
@@ -39,7 +39,6 @@ from lt2_dashboards.steps import read_log, read_step
 
 log = logging.getLogger(__name__)
 
-STATIC = Path(__file__).parent / "static"
 DEFAULT_PORT = 8787
 
 

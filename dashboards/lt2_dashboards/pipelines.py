@@ -6,13 +6,14 @@ workflows/<id>/events/*.jsonl
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from lt2_dashboards.records import Records, checked, is_name
 from lt2_dashboards.steps import spec_path, step_states
 from lt2_platform.results.parts import read_many
+from lt2_platform.step_records import parse
 from lt2_platform.storage import Storage
 
 MAX_WORKFLOWS = 200  # newest first on the list
@@ -154,14 +155,8 @@ def _events(storage: Storage, workflow_id: str) -> list[dict[str, Any]]:
     lines = [
         line for data in read_many(storage, [f"{folder}/{n}" for n in names]) for line in (data or b"").splitlines()
     ]
-    events = [event for line in lines if (event := _json(line)) is not None]
+    events = []
+    for line in lines:
+        with suppress(ValueError):  # a damaged one may be half written
+            events.append(parse(line, {}))
     return sorted(events, key=lambda event: event.get("time") or 0)[-200:]
-
-
-def _json(data: bytes | None) -> dict[str, Any] | None:
-    """The object in a line; None for a damaged one, which may be half written."""
-    try:
-        value = json.loads(data) if data is not None else None
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

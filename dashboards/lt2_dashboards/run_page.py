@@ -31,8 +31,8 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
     snapshot = source.snapshot()
     (run,) = known(source, snapshot, [run_id])
     curves = source.curves(run)
-    records = Records(source.storage)
-    step = step_states(records, [run_id], source.clock())[run_id] if _has_step(source, run_id) else None
+    records, has_step = Records(source.storage), source.storage.exists(spec_path(run_id))
+    step = step_states(records, [run_id], source.clock())[run_id] if has_step else None
     return _head(run, moment(source)) | {
         "workflow": run.info.get("workflow"),
         "config": {key: as_text(value) for key, value in sorted(flatten(run.config).items())},
@@ -48,10 +48,6 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
         "seconds_per_step": _pace(curves.table),
         "skipped": [*curves.skipped, *records.lines()],
     }
-
-
-def _has_step(source: Source, run_id: str) -> bool:
-    return source.storage.exists(spec_path(run_id))
 
 
 def _events(records: Records, run_id: str) -> list[dict[str, Any]]:
@@ -70,11 +66,8 @@ def _pace(curves: pa.Table) -> float | None:
 
 def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
     """Several runs: the settings that differ, those that do not, and their last values side by side."""
-    run_ids = list(dict.fromkeys(run_ids))
-    if len(run_ids) > MAX_COMPARED:
-        raise ConfigError(f"{len(run_ids)} runs to compare; at most {MAX_COMPARED}")
     snapshot = source.snapshot()
-    runs = known(source, snapshot, run_ids)
+    runs = compared(source, snapshot, run_ids)
     # A model from elsewhere has no settings here: it is not what makes those of the others differ.
     trained = [run for run in runs if run.state != "evaluated"]
     at = moment(source)
@@ -88,8 +81,16 @@ def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
         "differs": [{"key": key, "values": [_shown(flat[run.run_id], key) for run in runs]} for key in varying],
         "same": {key: as_text(flat[trained[0].run_id].get(key)) for key in keys if key not in varying},
         "metrics": [{"key": metric, "values": [_value(run, metric) for run in runs]} for metric in metrics],
-        "evals": _evals(snapshot, run_ids),
+        "evals": _evals(snapshot, [run.run_id for run in runs]),
     }
+
+
+def compared(source: Source, snapshot: Snapshot, run_ids: list[str]) -> list[RunInfo]:
+    """`known`, each once. Raises ConfigError for more than can be looked at beside each other."""
+    run_ids = list(dict.fromkeys(run_ids))
+    if len(run_ids) > MAX_COMPARED:
+        raise ConfigError(f"{len(run_ids)} runs to compare; at most {MAX_COMPARED}")
+    return known(source, snapshot, run_ids)
 
 
 def _head(run: RunInfo, at: Moment) -> dict[str, Any]:

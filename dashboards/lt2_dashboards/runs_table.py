@@ -70,7 +70,7 @@ def runs_page(
     for row, settings in zip(rows, _by_run(snapshot, "config", "key", "text", names, varying)):
         row["config"] = settings
     for row, numbers in zip(rows, _by_run(snapshot, "numbers", "metric", "value", names, None)):
-        row["numbers"] = {metric: _finite_or_text(value) for metric, value in numbers.items()}
+        row["numbers"] = numbers
     metrics = picked.query(
         "SELECT metric, count(*) FROM numbers WHERE run IN (SELECT run FROM picked) GROUP BY metric "
         "ORDER BY starts_with(metric, 'depth/'), 2 DESC, 1"  # other depths of a model come after what it is
@@ -239,10 +239,3 @@ def _by_run(
     for run, name, content in found:
         by_run[run][name] = content
     return [by_run[run] for run in runs]
-
-
-def _finite_or_text(value: float) -> float | str:
-    """JSON has no NaN; the page shows the word."""
-    if value != value:
-        return "NaN"
-    return value if abs(value) != float("inf") else str(value)

@@ -6,7 +6,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Source
-from lt2_dashboards.run_page import MAX_COMPARED, known
+from lt2_dashboards.run_page import compared
 from lt2_platform.evaluate.compare import Answers, NoItemsError, own_depth, paired, scores
 from lt2_platform.results.store import RunInfo
 
@@ -19,10 +19,7 @@ def significance(source: Source, run_ids: list[str]) -> dict[str, Any]:
     What `lt2 compare` prints of them, at the depths that they were trained at. Runs without stored items are left out.
     Reads every item of every run: pages ask once, not at every look.
     """
-    run_ids = list(dict.fromkeys(run_ids))
-    if len(run_ids) > MAX_COMPARED:
-        raise ConfigError(f"{len(run_ids)} runs to compare; at most {MAX_COMPARED}")
-    runs = known(source, source.snapshot(), run_ids)
+    runs = compared(source, source.snapshot(), run_ids)
     found: dict[str, Scores] = {}
     skipped = []
     for run in runs:
