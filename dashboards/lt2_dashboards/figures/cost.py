@@ -11,8 +11,9 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.series import Panel, at_length, by_length, line, panels
-from lt2_dashboards.figures.parts.store import architecture, known_runs, rows_of, why
+from lt2_dashboards.figures.parts.store import architecture, known_runs, rows_of
 from lt2_dashboards.queries import Source
+from lt2_platform.results.flops import why
 
 LENGTHS = [2**power for power in range(10, 21)]  # 1k to 1M tokens
 ITEMSIZE = {"compute": 2, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1}

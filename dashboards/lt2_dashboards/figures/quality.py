@@ -127,11 +127,9 @@ def depth(
 
     From evaluations with `loops`; a model with halting also has a point for early exit.
     """
-    condition, bound = "e.name = 'depth' AND e.task = ? AND e.metric = ?", [task, metric]
-    if runs is not None:
-        condition, bound = condition + " AND list_contains(?, e.run)", [*bound, runs]
+    condition = "e.name = 'depth' AND e.task = ? AND e.metric = ?"
     found: dict[str, dict[tuple[int, bool], dict[str, Any]]] = {}
-    for run, row in rows_of(source.snapshot(), condition, bound):
+    for run, row in rows_of(source.snapshot(), condition, [task, metric], runs=runs):
         if row.get("value") is not None and row.get("flops_per_token"):
             found.setdefault(run, {})[row["n_loops"], bool(row.get("early_exit"))] = row
     table, series = [], []

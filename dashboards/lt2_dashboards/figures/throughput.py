@@ -101,11 +101,8 @@ def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
 def _cells(source: Source, runs: list[str] | None) -> list[Cell]:
     """Every measured cell, the later of two of the same."""
     condition = f"{AT_OWN_DEPTH} AND e.metric IN ('prefill_tokens_per_s', 'decode_tokens_per_s')"
-    bound: list[Any] = []
-    if runs is not None:
-        condition, bound = condition + " AND list_contains(?, e.run)", [runs]
     found: dict[tuple[str, str, int, int], Cell] = {}
-    for run, row in rows_of(source.snapshot(), condition, bound):
+    for run, row in rows_of(source.snapshot(), condition, runs=runs):
         batch, context = row.get("batch_size"), row.get("context")
         if not isinstance(batch, int) or not isinstance(context, int):
             continue  # of a store from before cells said their place

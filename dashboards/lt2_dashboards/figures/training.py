@@ -136,11 +136,8 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
 
     Compare a run with and without the output gate by `runs`; by default the newest runs that have these readings.
     """
-    condition, bound = "e.name = 'diagnostics'", []
-    if runs is not None:
-        condition, bound = condition + " AND list_contains(?, e.run)", [runs]
     found: dict[str, dict[tuple[str, int, int], dict[str, Any]]] = {}
-    for run, row in rows_of(source.snapshot(), condition, bound):
+    for run, row in rows_of(source.snapshot(), "e.name = 'diagnostics'", runs=runs):
         if "loop" in row and "layer" in row:
             found.setdefault(run, {})[str(row.get("metric")), row["loop"], row["layer"]] = row
     names = list(found)[: len(found) if runs is not None else 3]

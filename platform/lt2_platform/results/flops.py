@@ -63,5 +63,10 @@ def _of_model(model: str, objective: str, seq_len: int) -> float | str:
         trained = ObjectiveConfig.read(asked) if shipped else NextTokenConfig()
         return objective_flops(ModelConfig.model_validate(fields), trained, seq_len)
     except (ValidationError, ConfigError, TypeError) as error:  # e.g. a mixer that this process does not know
-        text = explain(error, "settings") if isinstance(error, ValidationError) else str(error)
-        return f"its model cannot be counted: {text.splitlines()[0][:200]}"
+        return f"its model cannot be counted: {why(error)}"
+
+
+def why(error: Exception) -> str:
+    """Why settings are no model: the first of their mistakes, or another error's first line."""
+    text = explain(error, "settings") if isinstance(error, ValidationError) else str(error)
+    return text.splitlines()[0][:200]

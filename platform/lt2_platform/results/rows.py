@@ -7,7 +7,7 @@ from typing import Any
 
 from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.index import Index
-from lt2_platform.results.tables import flatten, unit_of
+from lt2_platform.results.tables import as_number, flatten, unit_of
 
 
 def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -16,12 +16,13 @@ def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
         for metric, (step, value) in sorted(run.last.items()):
             yield run_id, _row(step, metric, value, unit_of(metric, run.config))
         for metric, value in sorted(flatten(run.summary or {}).items()):
-            if _is_number(value) and metric not in run.last:
+            if as_number(value) is not None and metric not in run.last:
                 yield run_id, _row(run.step, f"summary.{metric}", value, "")
     evaluations = [
         (run_id, result_name(name, row), row)
         for run_id, name, row in index.evals
-        if _is_number(row.get("value")) and "layer" not in row  # readings inside a model are no results of it
+        if as_number(row.get("value")) is not None
+        and "layer" not in row  # readings inside a model are no results of it
     ]
     chosen = counting(((run_id, name), row) for run_id, name, row in evaluations)
     for run_id, name, row in evaluations:
@@ -39,7 +40,3 @@ def result_name(evaluation: str, row: Mapping[str, Any]) -> str:
     if evaluation == "depth" and "n_loops" in row:  # a table over depths: its rows differ in nothing else
         parts.append(f"{row['n_loops']} loops" + ", early exit" * bool(row.get("early_exit")))
     return "/".join(parts)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

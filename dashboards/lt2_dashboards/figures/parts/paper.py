@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lt2_platform.evaluate.ablations import paper_table
-from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, TASK_LABELS, TASKS, average, contradictions
+from lt2_platform.evaluate.paper.main_table import DOWNSTREAM, NORMALISED, TASK_LABELS, TASKS, average, contradictions
 
 __all__ = [
     "CAPS",
@@ -11,6 +11,7 @@ __all__ = [
     "DOWNSTREAM",
     "GATES",
     "LEVELS",
+    "NORMALISED",
     "PATTERNS",
     "RATIOS",
     "RMS_GROWTH",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -11,6 +10,7 @@ from typing import Any
 
 from lt2.train.config import SEEDS
 from lt2_dashboards.figures.parts.store import Evaluated
+from lt2_platform.evaluate.student import mean_std
 from lt2_platform.results.store import differences
 from lt2_platform.results.tables import as_text, flatten
 
@@ -65,9 +65,8 @@ def _line(row: list[list[Known]], more: str) -> Line:
 
 def _mean(group: list[Known], more: str) -> Mean:
     runs, values = [run for run, *_ in group], [value for *_, value in group]
-    mean = math.fsum(values) / len(values)
-    spread = math.fsum((value - mean) ** 2 for value in values)
-    deviation = math.sqrt(spread / (len(values) - 1)) if len(values) > 1 else None
+    mean, deviation = mean_std(values)
+    assert mean is not None  # a group has a run
     return Mean(depth_and_size(runs) + more, mean, deviation, len(values))
 
 

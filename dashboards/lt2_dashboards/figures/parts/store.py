@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
-from lt2.config import explain
 from lt2.layout import realised_ratio
-from lt2_dashboards.figures.parts.paper import TASKS
+from lt2_dashboards.figures.parts.paper import NORMALISED, TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
 from lt2_dashboards.records import NotThereError
 from lt2_platform.evaluate.repeats import STANDING_SQL, few_of
 from lt2_platform.results.store import RunInfo
 
 MAX_RUNS = 1_000  # of one figure, newest first
-NORMALISED = {"arc_challenge", "hellaswag", "openbookqa"}  # where acc_norm is the customary number
 AT_OWN_DEPTH = "e.rowid IN (SELECT place FROM own)"  # SQL: results of a model as it was trained
 # SQL: a number inside an evaluation row's JSON, in which a NaN must not end the query
 _PARAMETERS = "TRY_CAST(regexp_extract(e.row, '\"parameters\": ([0-9]+)', 1) AS BIGINT)"
@@ -117,8 +113,7 @@ class Evaluated:
     @property
     def average(self) -> float | None:
         """Mean accuracy over the paper's eight tasks, in percent; None unless all eight are there."""
-        values = [value for task in TASKS if (value := self.accuracy(task)) is not None]
-        return math.fsum(values) / len(values) if len(values) == len(TASKS) else None
+        return self.mean({task: _customary(task) for task in TASKS})
 
     def mean(self, tasks: Mapping[str, Iterable[str]]) -> float | None:
         """Mean percent over `tasks`, each by the first of its metrics that the run has; None unless all are there."""
@@ -184,13 +179,19 @@ def known_runs(snapshot: Snapshot, runs: list[str]) -> dict[str, RunInfo]:
 
 
 def rows_of(
-    snapshot: Snapshot, condition: str, parameters: list[Any] | None = None
+    snapshot: Snapshot, condition: str, parameters: Sequence[Any] = (), *, runs: list[str] | None = None
 ) -> list[tuple[str, dict[str, Any]]]:
-    """(run, whole evaluation row) where the SQL `condition` on `evals` holds: newest run first, in order of writing."""
+    """(run, whole evaluation row) where the SQL `condition` on `evals` holds: newest run first, in order of writing.
+
+    runs: only theirs.
+    """
+    bound = list(parameters)
+    if runs is not None:
+        condition, bound = f"{condition} AND list_contains(?, e.run)", [*bound, runs]
     found = snapshot.query(
         f"SELECT e.run, e.row FROM evals e LEFT JOIN runs USING (run) WHERE {condition} "
         "ORDER BY created DESC NULLS LAST, e.run, e.rowid",
-        parameters,
+        bound,
     )
     return [(run, json.loads(row)) for run, row in found]
 
@@ -235,9 +236,3 @@ def label(mixer: str) -> str:
 def _type(mixer: Any) -> str | None:
     kind = mixer.get("type") if isinstance(mixer, Mapping) else None
     return kind if isinstance(kind, str) else None
-
-
-def why(error: Exception) -> str:
-    """Why settings are no model: the first of their mistakes, or another error's first line."""
-    text = explain(error, "settings") if isinstance(error, ValidationError) else str(error)
-    return text.splitlines()[0][:200]
