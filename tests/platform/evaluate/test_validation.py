@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from lt2.config import ConfigError
 from lt2.voting import vote_steps
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.evaluate import validation
+from lt2_platform.data.tokenizers import tokenize
 from lt2_platform.evaluate.validation import check_counted, check_tokens, chunks, held_out_rows, perplexity
 from tests.platform.evaluate.tiny import HYBRID, model
 from tests.platform.train.packed import VOCAB, write_dataset
@@ -96,7 +96,7 @@ def test_the_datas_own_tokenizer_tells_whether_it_is_the_models(dataset, monkeyp
     dataset.manifest["tokenizer"] = {"name": "theirs", "sha256": "1", "file": "tokenizer/theirs.json"}
     read, model_has = [], SimpleNamespace(name="ours", sha256="2", vocabulary="v")
     monkeypatch.setattr(
-        validation, "load_tokenizer", lambda place: read.append(place) or SimpleNamespace(vocabulary="v")
+        tokenize, "load_tokenizer", lambda place: read.append(place) or SimpleNamespace(vocabulary="v")
     )
     check_tokens(dataset, model_has)  # type: ignore
     assert read == [f"{dataset.uri}/tokenizer/theirs.json"]
