@@ -7,15 +7,12 @@ from typing import Any
 from lt2.config import ConfigError
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.parts.dots import dots
+from lt2_dashboards.figures.parts.names import told_apart
 from lt2_dashboards.figures.parts.store import evaluated, rows_of
-from lt2_dashboards.figures.sweep import short_names
-from lt2_dashboards.queries import Snapshot, Source
+from lt2_dashboards.queries import Source
 from lt2_platform.distill.retention import is_score, retained
-from lt2_platform.results.store import differences
-from lt2_platform.results.tables import as_text
 
 STUDENTS = 6  # drawn by themselves, newest first
-MAX_TOLD = 3  # settings in a student's name
 
 
 def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = None) -> Figure:
@@ -39,7 +36,7 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     tasks = [key for key in before if is_score(key[1]) and any(key in run.scores for run in students)]
     kept = {key: [_share(key[1], before[key], run.scores.get(key)) for run in students] for key in tasks}
     drawn = [key for key in tasks if any(share is not None for share in kept[key])]
-    names = _names(snapshot, [run.run for run in students])
+    names = told_apart(snapshot, [run.run for run in students])
     shares = {names[run.run]: [kept[key][place] for key in drawn] for place, run in enumerate(students)}
     errors = {names[run.run]: [_share_error(before[key], run.errors.get(key)) for key in drawn] for run in students}
     option = dots([_label(key) for key in drawn], {}, shares, unit="% of the teacher's score", errors=errors)
@@ -96,29 +93,6 @@ def _distances(source: Source) -> dict[str, dict[str, Any]]:
 def _label(key: tuple[str, str]) -> str:
     task, metric = key
     return task if task == metric else f"{task}, {metric}"
-
-
-def _names(snapshot: Snapshot, runs: list[str]) -> dict[str, str]:
-    """What runs are called: by their names, several of one step also by what they differ in: "stage2-1a2b3c4d (k=8)".
-
-    Those of the same settings differ in the weights that they begin with: "(start=stage2-1a2b3c4d)".
-    """
-    names, steps = {run: run for run in runs}, {}
-    for run, found in snapshot.runs(runs).items():
-        steps.setdefault(run.rpartition("-")[0], []).append(found)
-    for group in steps.values():
-        apart = differences({run.run_id: run.config for run in group})
-        for run in group if len(group) > 1 else []:
-            settings = {
-                key: as_text(value) for key, value in apart[run.run_id].items() if not key.startswith("sources.")
-            }
-            short = short_names(list(settings))
-            told = [f"{short[key]}={value}" for key, value in list(settings.items())[:MAX_TOLD]]
-            start = run.info.get("models", {}).get("start")
-            if not told and start:
-                told = [f"start={str(start).removesuffix('/out').rpartition('/')[2]}"]
-            names[run.run_id] = f"{run.run_id} ({', '.join(told)})" if told else run.run_id
-    return names
 
 
 def _share(metric: str, teacher: float, student: float | None) -> float | None:

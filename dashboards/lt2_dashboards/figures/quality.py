@@ -7,6 +7,7 @@ from typing import Any, Literal
 from lt2.layout import loops_text
 from lt2_dashboards.figures.ablations import AXES
 from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.parts.names import told_apart
 from lt2_dashboards.figures.parts.paper import DOWNSTREAM, contradictions, mean_of_tasks
 from lt2_dashboards.figures.parts.series import line, points, whiskers
 from lt2_dashboards.figures.parts.store import Evaluated, evaluated, rows_of
@@ -129,27 +130,31 @@ def depth(
     """
     condition = "e.name = 'depth' AND e.task = ? AND e.metric = ?"
     found: dict[str, dict[tuple[int, bool], dict[str, Any]]] = {}
-    for run, row in rows_of(source.snapshot(), condition, [task, metric], runs=runs):
+    snapshot = source.snapshot()
+    for run, row in rows_of(snapshot, condition, [task, metric], runs=runs):
         if row.get("value") is not None and row.get("flops_per_token"):
             found.setdefault(run, {})[row["n_loops"], bool(row.get("early_exit"))] = row
+    drawn = list(found)[:20]
+    names = told_apart(snapshot, drawn)
     table, series = [], []
-    for position, (run, by_depth) in enumerate(list(found.items())[:20]):
+    for position, run in enumerate(drawn):
+        by_depth = found[run]
         lines: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         ends = []
         for (n_loops, exits), row in sorted(by_depth.items()):
             spent = [row.get("mean_loops"), row["flops_per_token"]]
             table.append([run, n_loops, "yes" if exits else "no", *spent, row["value"], row.get("stderr")])
-            name = f"{run}: early exit" if exits else f"{run}: {loops_text(n_loops)}"
+            name = f"{names[run]}: early exit" if exits else f"{names[run]}: {loops_text(n_loops)}"
             point = {"name": name, "value": [row["flops_per_token"], rounded(row["value"])]}
             if (error := row.get("stderr")) is not None:
                 point["detail"] = f"± {error:.3g}"
                 low, high = rounded(row["value"] - error), rounded(row["value"] + error)
                 ends.append(([row["flops_per_token"], low], [row["flops_per_token"], high]))
             lines[exits].append(point)
-        series += whiskers(run, ends, position)
-        series.append(line(run, lines[False], position, showSymbol=True, symbolSize=7))
+        series += whiskers(names[run], ends, position)
+        series.append(line(names[run], lines[False], position, showSymbol=True, symbolSize=7))
         if lines[True]:
-            series.append(points(f"{run}, early exit", lines[True], position, symbol="pin", symbolSize=18))
+            series.append(points(f"{names[run]}, early exit", lines[True], position, symbol="pin", symbolSize=18))
     option = {
         "xAxis": {"type": "log", "name": "forward FLOPs per token"},
         "yAxis": {"type": "value", "name": f"{task}, {metric}" if task != metric else metric, "scale": True},

@@ -8,8 +8,9 @@ from typing import Any
 from lt2.train.config import SEEDS
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.chosen import choose
+from lt2_dashboards.figures.parts.names import short_names
 from lt2_dashboards.figures.parts.series import points, whiskers
-from lt2_dashboards.figures.sweep import MAX_AXES, NEEDS, settings_of, short_names
+from lt2_dashboards.figures.sweep import MAX_AXES, NEEDS, settings_of
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.evaluate.ablations import FLOPS
 from lt2_platform.evaluate.student import mean_std, welch

@@ -31,17 +31,6 @@ def sweep(source: Source, *, q: str = "", metric: str = "") -> Figure:
     return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, [*found.notes, *more], produce)
 
 
-def short_names(keys: list[str]) -> dict[str, str]:
-    """By key its shortest ending that no other key has, as in the runs table: train.lr -> lr, layout.type as it is."""
-    names = {}
-    for key in keys:
-        parts = key.split(".")
-        endings = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        alone = (e for e in endings if not any(k != key and (k == e or k.endswith(f".{e}")) for k in keys))
-        names[key] = next(alone, key)
-    return names
-
-
 def settings_of(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:
     """By run and key a setting as text, and as a number if it is one."""
     found = snapshot.query(

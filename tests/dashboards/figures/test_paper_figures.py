@@ -87,6 +87,18 @@ def test_depth_follows_the_compute(source):
     ]
 
 
+def test_models_run_at_several_depths_are_told_apart_by_what_they_differ_in(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for run, loops in (("pretrain-1", None), ("pretrain-2", [1, 4]), ("wide-3", None)):
+        row = {"task": "perplexity", "metric": "perplexity", "value": 9.0, "n_loops": 1, "flops_per_token": 1e6}
+        store.create_run(run, {"config": {"train": {"objective": {"loops": loops}}}}).close()
+        store.log_eval(run, "depth", [row])
+    found = figure(Source(store.storage.root), "depth")
+    assert sorted(row[0] for row in found.rows) == ["pretrain-1", "pretrain-2", "wide-3"]
+    names = [series["name"] for series in found.option["series"]]
+    assert sorted(names) == ["pretrain-1 (loops=null)", "pretrain-2 (loops=[1, 4])", "wide-3"]
+
+
 def test_hybrids_by_ratio_with_repeats_and_by_level(source):
     rows, two = ours(figure(source, "hybrid")), "2 of 5 layers (2:3 for 1:1)"
     assert ["wide", "this store", "1:1", two, "T = 4, 4k", 12.0, None] in rows
