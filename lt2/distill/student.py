@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from lt2.config import ActHalting, ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.config import ActHalting, ConfigError, ExitGate, KeptLayout, MixerConfig, ModelConfig, UniformLayout, explain
 from lt2.mixer_configs import DSAConfig
 from lt2.mixers.shared import fused_heads
 from lt2.model import Block, LoopedLM, build
@@ -79,16 +79,21 @@ def convert(
 def start_from(student: LoopedLM, source: LoopedLM) -> None:
     """Copy into `student` what `source`, its teacher or the student of an earlier stage, has of it.
 
-    Parameters of the same name are copied. A mixer that `source` lacks begins as the projections of the source's
-    attention in that layer, where their shapes fit (fewer key/value heads are repeated); the rest of it stays as it is.
+    Parameters of the same name are copied; with other loops than `source`, rho is that of its loops, the last one's
+    for all later ones, so that the student is the source run so deep. A mixer that `source` lacks begins as the
+    projections of the source's attention in that layer, where their shapes fit (fewer key/value heads are repeated).
+    The rest of it stays as it is, and so do rho (0) and an exit gate that `source` lacks.
 
     Raises:
-        ConfigError: another depth or width, or a part other than a mixer that either lacks (an exit gate may be left).
+        ConfigError: other layers or another width, or a part that either lacks (an exit gate may be left).
     """
     check_start(student, source)
     theirs = dict(source.named_parameters())
     for name, parameter in student.named_parameters():
-        if name in theirs:
+        if name == "rho" and name in theirs:
+            loops = [min(loop, len(theirs[name]) - 1) for loop in range(len(parameter))]
+            parameter.copy_(theirs[name][loops])
+        elif name in theirs:
             parameter.copy_(theirs[name])
     layout = student.config.layout
     attention = layout.attention.weights if isinstance(layout, KeptLayout) else ""
@@ -103,10 +108,13 @@ def check_start(student: LoopedLM, source: LoopedLM) -> None:
         there, here = len(source.blocks), len(student.blocks)
         raise ConfigError(f"cannot start from this model: it has {there} layers, not {here}")
     theirs = dict(source.named_parameters())
+    # What may begin with this run: rho of 0 and a gate that nobody reaches leave the function as it was trained.
+    new = ("rho", "halt.") if isinstance(student.config.halting, ExitGate) else ("rho",)
     for name, parameter in student.named_parameters():
-        if name not in theirs and ".mixers." not in name:
+        if name not in theirs and ".mixers." not in name and not name.startswith(new):
             raise ConfigError(f"cannot start from this model: it has no {name}")
-        if name in theirs and theirs[name].shape != parameter.shape:
+        shape = slice(1, None) if name == "rho" else slice(None)  # loops may be more or fewer
+        if name in theirs and theirs[name].shape[shape] != parameter.shape[shape]:
             shapes = f"{tuple(theirs[name].shape)} there and {tuple(parameter.shape)} here"
             raise ConfigError(f"cannot start from this model: {name} is {shapes}; the sizes must be its teacher's")
     own = {name for name, _ in student.named_parameters()}

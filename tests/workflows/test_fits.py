@@ -68,6 +68,7 @@ def test_a_model_that_does_not_go_with_the_data(tmp_path: Path, storage: Storage
         ({"vocab_size": 300}, "pretrain: start: cannot start from this model: embed.weight is (300, 16) there"),
         ({"sandwich_norm": True}, "pretrain: start: cannot start from this model: it has blocks.0.ffn_post_norm."),
         ({"halting": {"type": "exit_gate"}}, None),
+        ({"n_loops": 5}, None),
         ({}, None),
     ],
 )

@@ -7,9 +7,11 @@ from lt2.config import ConfigError, MixerConfig
 from lt2.distill import student as student_module
 from lt2.distill.select import best_layers, uniform_layers
 from lt2.distill.student import convert, start_from, student_config
+from lt2.model import build
 from tests.lt2 import tiny
 
 GDN = MixerConfig.read({"type": "gdn", "conv_size": 0})
+RANDOM = {"type": "random", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "fraction": 0.5}
 
 
 def teacher(**fields):
@@ -118,6 +120,29 @@ def test_students_of_a_student_of_stage_one_are_those_of_its_teacher_whatever_th
     config = teacher().config
     both = student_config(config, GDN, both=True)
     assert student_config(both, GDN, (2, 0)) == student_config(config, GDN, [0, 2])
+
+
+@pytest.mark.parametrize("n_loops", [1, 2, 5])
+@pytest.mark.parametrize("layout", [tiny.HYBRID, RANDOM])
+def test_a_model_of_other_loops_begins_as_its_source_run_so_deep(layout, n_loops):
+    source, deeper = tiny.model(layout), tiny.model(layout, n_loops=n_loops, seed=1)
+    start_from(deeper, source)
+    ids = tiny.tokens(2, 9)
+    assert torch.equal(deeper(ids).hidden, source(ids, n_loops=n_loops).hidden)
+
+
+def test_residuals_of_loops_and_an_exit_gate_may_begin_with_a_run():
+    source = tiny.model(n_loops=1, loop_residual=False)
+    gated = build(tiny.config(halting={"type": "exit_gate"})).double().eval()
+    gate = gated.halt.weight.clone()
+    start_from(gated, source)
+    ids = tiny.tokens(2, 9)
+    assert torch.equal(gated(ids).hidden, source(ids, n_loops=3).hidden)
+    assert torch.equal(gated.halt.weight, gate)
+    with pytest.raises(ConfigError, match="it has no halt.weight"):
+        start_from(tiny.model(halting={"type": "act"}), source)
+    with pytest.raises(ConfigError, match="it has rho, which the model here lacks"):
+        start_from(tiny.model(loop_residual=False), tiny.model())
 
 
 def test_mistakes_are_named():

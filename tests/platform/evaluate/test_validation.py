@@ -95,9 +95,7 @@ def test_parts_of_the_held_out_rows(tmp_path):
 def test_the_datas_own_tokenizer_tells_whether_it_is_the_models(dataset, monkeypatch):
     dataset.manifest["tokenizer"] = {"name": "theirs", "sha256": "1", "file": "tokenizer/theirs.json"}
     read, model_has = [], SimpleNamespace(name="ours", sha256="2", vocabulary="v")
-    monkeypatch.setattr(
-        tokenize, "load_tokenizer", lambda place: read.append(place) or SimpleNamespace(vocabulary="v")
-    )
+    monkeypatch.setattr(tokenize, "load_tokenizer", lambda place: read.append(place) or SimpleNamespace(vocabulary="v"))
     check_tokens(dataset, model_has)  # type: ignore
     assert read == [f"{dataset.uri}/tokenizer/theirs.json"]
     check_tokens(dataset, SimpleNamespace(sha256="1"))  # type: ignore
