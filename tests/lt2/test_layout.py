@@ -48,8 +48,9 @@ def test_a_hybrid_over_depth_has_attention_in_these_layers_of_every_loop(ratio, 
 
 
 def test_a_ratio_that_the_depth_has_no_room_for():
-    with pytest.raises(ValidationError, match="ratio 2:4 over 4 layers leaves no attention layer; use at least 5"):
-        config(4, **HYBRID, ratio="2:4")
+    for ratio in ("2:4", "1:4"):
+        with pytest.raises(ValidationError, match=f"ratio {ratio} over 4 layers leaves no attention layer; .* least 5"):
+            config(4, **HYBRID, ratio=ratio)
     assert attention(config(5, **HYBRID, ratio="2:4")) == [[4]] * 2
 
 

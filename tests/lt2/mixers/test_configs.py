@@ -38,6 +38,7 @@ BAD = {
     "gla normalizer nan": ({"type": "gla", "gate_logit_normalizer": float("nan")}, ["gate_logit_normalizer", "finite"]),
     "gdn heads": ({"type": "gdn", "num_heads": 0}, ["num_heads", "greater than 0"]),
     **{f"{kind} head_dim": ({"type": kind, "head_dim": 257}, [f"{kind}: head_dim 257", "256"]) for kind in DELTA},
+    "window heads": ({"type": "window", "num_heads": 3}, ["window: num_heads 3", "dim 32"]),
     "window": ({"type": "window", "window": 0}, ["window is 0", "at least 1"]),
     "full heads": ({"type": "full", "num_heads": 3}, ["num_heads 3", "dim 32"]),
     "full kv": ({"type": "full", "num_heads": 4, "num_kv_heads": 3}, ["num_kv_heads 3", "num_heads 4"]),
@@ -62,6 +63,11 @@ def test_bad_configs_name_the_rule_and_the_values(case):
         ModelConfig.model_validate({**MODEL, "layout": {"type": "uniform", "mixer": mixer}})
     message = explain(caught.value, "model")
     assert [word for word in words if word not in message] == [], message
+
+
+def test_the_widest_keys_of_the_delta_kernels_are_taken():
+    for kind in DELTA:
+        MixerConfig.read({"type": kind, "head_dim": 256}).check(Dims(dim=32, num_heads=2))
 
 
 FULL, GATED, WINDOW = {"type": "full"}, {"type": "full", "gate": "headwise"}, {"type": "window", "window": 3}

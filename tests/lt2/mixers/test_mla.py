@@ -104,4 +104,6 @@ def test_bad_configs_name_the_rule_and_the_values(fields, message):
 def test_published_defaults():
     spec = MLAConfig()
     assert (spec.kv_rank, spec.rope_head_dim) == (512, 64)
-    assert spec.cache_spec(Dims(dim=2048, num_heads=16), 100) == {"latent": ((100, 576), "compute")}
+    dims = Dims(dim=2048, num_heads=16)
+    assert spec.heads(dims) == (16, 128, 128)
+    assert spec.cache_spec(dims, 100) == {"latent": ((100, 576), "compute")}
