@@ -105,6 +105,20 @@ def test_what_lies_outside_torch_counts_and_steps_that_are_done_do_not(monkeypat
     assert half == pytest.approx(whole / 2, abs=0.01)
 
 
+def test_weights_that_are_gathered_for_each_use_are_advised_where_kept_ones_leave_no_room(monkeypatch):
+    model = ModelConfig.model_validate(MODEL | {"n_loops": 1, "layout": {"type": "uniform", "mixer": {"type": "full"}}})
+    train = TrainConfig.model_validate(TRAIN | {"micro_batch_size": 1, "compile": True})
+    run, known = Training(model, train, 64), {}
+    kept = [run.memory(workers=8, known=known, activation_checkpoint=name).total for name in ("none", "block", "loop")]
+    monkeypatch.setitem(CARD_BYTES, "L4", OUTSIDE + min(kept) - 1)
+    advice = describe_cost(run, Hardware("l4", 8), known).splitlines()[-1]
+    assert advice == "DOES NOT FIT; it does with train.activation_checkpoint=none and train.keep_gathered=false"
+    freed = replace(run, train=train.model_copy(update={"keep_gathered": False}))
+    assert "DOES NOT FIT" not in describe_cost(freed, Hardware("l4", 8), known)
+    monkeypatch.setitem(CARD_BYTES, "L4", OUTSIDE)
+    assert describe_cost(freed, Hardware("l4", 8), known).endswith("use more or larger cards")
+
+
 def test_policies_that_a_run_cannot_have_are_left_out(described):
     assert "\nloop" not in described(
         model={"halting": {"type": "act"}, "layout": {"type": "uniform", "mixer": {"type": "full"}}}
@@ -117,6 +131,8 @@ def test_bad_requests_are_named(described):
         described(card="h10")
     with pytest.raises(ConfigError, match="64 is not divisible by 7 cards; plan with --count 4 or 8, or set"):
         described(count=7)
+    with pytest.raises(ConfigError, match="shard_workers 8 does not divide 12 workers"):
+        described(train={"global_batch_size": 60, "shard_workers": 8}, count=12)
     assert find_card("h100 pcie") == "H100 PCIe"
 
 
@@ -127,6 +143,11 @@ def test_lt2_plan_prints_the_cost_of_a_recipe_on_a_card(tmp_path):
     assert "pretrain on 1 x L4 of 24 GB" in done.output
     assert "hours" in done.output
     assert not list(tmp_path.iterdir())
+    elsewhere = CliRunner().invoke(app, ["plan", "quickstart", *options, "--set", "pretrain.data=/nowhere"])
+    assert elsewhere.exit_code == 0, elsewhere.output
+    assert "\npretrain: not known: /nowhere is not a finished dataset" in elsewhere.output
+    nothing = CliRunner().invoke(app, ["plan", "state_recall", *options])
+    assert nothing.output.strip().endswith("has no step of type pretrain or distill, the ones that --card is for")
 
 
 def test_a_stage_of_distillation_costs_its_teacher_too():

@@ -131,6 +131,17 @@ def test_a_plan_tells_what_is_missing_and_the_rest_all_the_same(tmp_path):
     assert f"\n  web.source: source {tmp_path}/no/dclm does not exist; give a file" in missing
 
 
+def test_the_plan_of_what_is_done_needs_no_inputs(tmp_path):
+    storage, steps = Storage(str(tmp_path / "s")), mistaken(tmp_path).record()["steps"]
+    workflow = workflow_from_record({"workflow": "w", "steps": {"student": steps["student"]}}, source="test")
+    (step,) = workflow.steps.values()
+    storage.write_json(f"{step.folder}/done.json", {"attempt": 1, "ended": 0, "result": {}, "provenance": {}})
+    said = [line.strip() for line in describe_plan(workflow, storage).splitlines()]
+    assert said[1] == f"student  skip (done)  [{step.id}]"
+    assert said[2].startswith(f"not known: {tmp_path}/no/data is not a finished dataset")
+    assert len(said) == 3
+
+
 def test_a_steps_name_where_a_reference_belongs_is_told(tmp_path):
     steps = {
         "prepare": {"type": "prepare", "source": "python-stdlib"},

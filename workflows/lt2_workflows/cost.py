@@ -10,6 +10,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2.memory import OUTSIDE, Known, Memory, keeps_gathered, plan_memory
 from lt2.train.config import Recompute, TrainConfig
+from lt2_platform.train.config import check_workers
 from lt2_workflows.console import table
 
 GB = 1e9
@@ -50,7 +51,7 @@ class Hardware:
 
 
 def describe_cost(run: Training, hardware: Hardware, known: Known) -> str:
-    """Tables for a terminal. Raises ConfigError for an unknown card and a batch that `count` does not divide.
+    """Tables for a terminal. Raises ConfigError for an unknown card and a `count` that cannot share batch and weights.
 
     known: what earlier ones traced.
     """
@@ -63,6 +64,7 @@ def describe_cost(run: Training, hardware: Hardware, known: Known) -> str:
             f"train.global_batch_size {batch} is not divisible by {count} cards; plan with --count "
             f"{' or '.join(map(str, sorted(near)))}, or set train.global_batch_size to a multiple of {count}"
         )
+    check_workers(train, count)
     rows, micro = train.rows(count)
     size, cards = CARD_BYTES[card], f"{count} x {card}"
     keep = keeps_gathered(
@@ -85,7 +87,7 @@ def describe_cost(run: Training, hardware: Hardware, known: Known) -> str:
         f"without interruptions; memory without documents' masks, fusion by the compiler, and fragmentation",
     ]
     if chosen.total + OUTSIDE > size:
-        lines += ["", _advice(plans, run, count, micro, size, known)]
+        lines += ["", _advice(run, count, micro, size, known)]
     return "\n".join(lines)
 
 
@@ -137,19 +139,21 @@ def flops_per_token(run: Training, recompute: Recompute) -> float:
     return objective_flops(config, objective, seq_len, teacher=run.teacher) + again
 
 
-def _advice(plans: dict[Recompute, Memory], run: Training, count: int, micro: int, size: float, known: Known) -> str:
-    """What would make it fit: the cheapest other policy, else a smaller micro-batch with the thriftiest one."""
-    fits = next((name for name, memory in plans.items() if memory.total + OUTSIDE <= size), None)
-    if fits is not None:
-        return (
-            f"DOES NOT FIT with recomputation {run.train.recompute!r}; it does with train.activation_checkpoint={fits}"
-        )
-    thrifty = list(plans)[-1]
-    while micro > 1:
-        micro //= 2
-        smaller = run.memory(workers=count, known=known, activation_checkpoint=thrifty, micro_batch_size=micro)
-        if smaller.total + OUTSIDE <= size:
-            return (
-                f"DOES NOT FIT; it does with train.activation_checkpoint={thrifty} and train.micro_batch_size={micro}"
-            )
+def _advice(run: Training, count: int, micro: int, size: float, known: Known) -> str:
+    """What would make it fit: the cheapest other policy, else a smaller micro-batch with the thriftiest one, else the
+    same with blocks that are gathered for each use.
+    """
+    policies = _policies(run)
+    halves = [micro >> n for n in range(1, micro.bit_length())]
+    tried = [(name, micro) for name in policies] + [(policies[-1], rows) for rows in halves]
+    for keep in [True, False] if run.train.keep_gathered and count > 1 else [run.train.keep_gathered]:
+        for name, rows in tried:
+            changes = {"activation_checkpoint": name, "micro_batch_size": rows, "keep_gathered": keep}
+            if run.memory(workers=count, known=known, **changes).total + OUTSIDE > size:
+                continue
+            said = [f"train.activation_checkpoint={name}"]
+            said += [f"train.micro_batch_size={rows}"] * (rows < micro)
+            said += ["train.keep_gathered=false"] * (keep != run.train.keep_gathered)
+            why = f" with recomputation {run.train.recompute!r}" if len(said) == 1 else ""
+            return f"DOES NOT FIT{why}; it does with {' and '.join(said)}"
     return "DOES NOT FIT on these cards with any recomputation, even one sequence at a time; use more or larger cards"

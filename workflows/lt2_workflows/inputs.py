@@ -31,6 +31,13 @@ def check_inputs(workflow: Workflow, storage: Storage, pending: Iterable[Step]) 
         raise ConfigError("\n".join(found))
 
 
+def check_settings(pending: Iterable[Step]) -> None:
+    """Raise ConfigError for what a step's type refuses whatever its inputs are."""
+    for step in pending:
+        if (refuse := STEP_TYPES[step.config.type].check) is not None:
+            refuse(step.config)
+
+
 def problems(workflow: Workflow, storage: Storage, pending: Iterable[Step], *, elsewhere: bool = False) -> list[str]:
     """What is wrong with the inputs of the steps of `pending`, as seen from here: "step.field: what and what to do".
 

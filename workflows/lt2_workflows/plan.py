@@ -10,7 +10,7 @@ from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.engine.records import read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, NotKnownYetError, StepConfig, Workflow
-from lt2_workflows.inputs import conflicts, problems
+from lt2_workflows.inputs import check_settings, conflicts, problems
 from lt2_workflows.outside import changes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
     missing = problems(workflow, storage, pending)
     if not missing and (wrong := conflicts(workflow, storage, pending)):
         raise ConfigError("\n".join(wrong))
+    check_settings(pending)
     width = max(len(name) for name in workflow.steps)
     for name, step in workflow.steps.items():
         known = states[name]
@@ -47,7 +48,7 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
             except NotKnownYetError as error:
                 text = str(error)
             except (ConfigError, *STORAGE_ERRORS) as error:
-                if not missing:
+                if not missing and known["state"] != "done":  # nobody needs a finished step's inputs
                     raise
                 text = f"not known: {error}"
             lines.append(f"  {'':<{width}}  {text}")
@@ -72,15 +73,15 @@ def describe_costs(
     for name, step in workflow.steps.items():
         try:
             run = planned_training(step.config, StepContext(storage, workflow, step, lambda values: None))
-        except NotKnownYetError as error:
-            lines.append(f"\n{name}: {error}")
+        except (ConfigError, *STORAGE_ERRORS) as error:  # of inputs that are not there, as `describe_plan` says
+            lines.append(f"\n{name}: {'' if isinstance(error, NotKnownYetError) else 'not known: '}{error}")
             continue
         if run is None:
             continue
         text = describe_cost(run, Hardware(card, count or step.config.resources.num_workers, utilisation), known)
         same = named.setdefault(text, name)
         lines.append(f"\n{name} on {text}\n" if same == name else f"{name}: as {same}")
-    return "\n".join(lines) or f"{workflow.id} trains nothing"
+    return "\n".join(lines) or f"{workflow.id} has no step of type pretrain or distill, the ones that --card is for"
 
 
 def planned_training(config: StepConfig, context: StepContext) -> Training | None:

@@ -25,7 +25,7 @@ from lt2_workflows.engine.cores import side_by_side
 from lt2_workflows.engine.local_ray import ray_head, unanswered
 from lt2_workflows.engine.records import TTL_S, Events, Watch, describe_holder, read_done, release_for, write_workflow
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
-from lt2_workflows.inputs import check_inputs
+from lt2_workflows.inputs import check_inputs, check_settings
 from lt2_workflows.outside import changes
 from lt2_workflows.provenance import drift, provenance
 
@@ -100,10 +100,7 @@ def run(
     chosen = _choose(workflow, storage, only)
     pending = [step for step in chosen.values() if read_done(storage, step) is None]
     check_inputs(workflow, storage, pending)
-    for step in pending:
-        check = STEP_TYPES[step.config.type].check
-        if check is not None:
-            check(step.config)
+    check_settings(pending)
     if _needs_ray(pending) and (silent := unanswered(os.environ.get("RAY_ADDRESS", ""))):
         raise ConfigError(silent)
     storage.check_writable()
