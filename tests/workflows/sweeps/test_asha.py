@@ -1,4 +1,6 @@
-"""Early stopping that is cut off at any result and begun again decides as if it had not been."""
+"""Early stopping that is cut off at any result and begun again decides as if it had not been; what would never stop a
+trial is refused.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from lt2.config import ConfigError
 from lt2_platform.storage import Storage
+from lt2_workflows.commands.sweeps import sweep_workflow
+from lt2_workflows.plan import describe_plan
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.config import Asha
+from lt2_workflows.sweeps.step import check_sweep
+from tests.workflows.conftest import FAKE_STEPS
 
 CONFIG = Asha(grace_steps=4, reduction=2)
 NAMES = "abcdef"
@@ -84,3 +91,27 @@ def test_the_best_goes_on_to_its_end_and_says_how_it_ended(tmp_path):
     assert session.decide("a", 10**9, 0.5)
     last = session.scheduler.on_trial_result(None, session.trials["a"], {"outcome": {"state": "done"}})
     assert last == "CONTINUE"
+
+
+def asha(grid, steps, *more, recipe="quickstart"):
+    return sweep_workflow(recipe, list(more), grid, None, {"asha": steps})
+
+
+def check(*arguments, **more):
+    check_sweep(asha(*arguments, **more).configs["sweep"])
+
+
+def test_what_would_stop_nothing_is_refused_by_the_plan_too(tmp_path):
+    grid = ["pretrain.train.steps=[60, 120]"]
+    check(grid, 119)
+    with pytest.raises(ConfigError, match=r"grace_steps 120 \(--asha\): .* pretrain has only 120 steps; lower it"):
+        describe_plan(asha(grid, 120), Storage(str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"no step 'x'; give the one to stop early \(pretrain\)$"):
+        check(grid, 1, "sweep.scheduler.step=x")
+    fakes, first = {"recipe": f"{FAKE_STEPS}:chain"}, "sweep.scheduler.step=first"
+    with pytest.raises(ConfigError, match="no step 'pretrain'; give the one to stop early$"):
+        check(["first.lines=[1, 2]"], 1, **fakes)
+    with pytest.raises(ConfigError, match="first is the same in all trials, so it runs once .* or leave --asha out"):
+        check(["second.lines=[1, 2]"], 1, first, **fakes)
+    check(["second.lines=[1]"], 1, first, **fakes)  # seeds may follow
+    check(["first.lines=[1, 2]"], 10**6, first, **fakes)  # nothing tells how many steps it has

@@ -11,6 +11,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2_platform.results.flops import flops_per_token, spent
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow
@@ -111,6 +112,18 @@ def test_parameters_are_those_of_the_vocabulary_of_the_data(store, tmp_path):
     context = StepContext(store.storage, workflow, workflow.steps["sweep"], lambda values: None)
     expected = parameters(model_config(vocab_size=500)).total
     assert [count(trial, context) for trial in sweep.expanded] == [expected, None]
+
+
+def test_parameters_are_those_of_the_model_that_was_measured(store):
+    sweep = sweep_workflow("distill_small", [], ["stage3.train.lr=[1e-3, 2e-3]"], None, {})
+    context = StepContext(store.storage, sweep, sweep.steps["sweep"], lambda values: None)
+    trial, _ = sweep.configs["sweep"].expanded
+    steps = trial.workflow.steps
+    sizes = {name: count(trial, context, steps[name].id) for name in ("teacher", "stage3", "prepare")}
+    teacher = steps["teacher"].config.model.model_dump() | {"vocab_size": 259}
+    assert sizes["teacher"] == parameters(ModelConfig.model_validate(teacher)).total < sizes["stage3"]
+    assert sizes["prepare"] is None
+    assert count(trial, context) == count(trial, context, "of another") == sizes["stage3"], "what is trained last"
 
 
 def test_what_hangs_on_an_unknown_vocabulary_is_not_matched():

@@ -93,11 +93,13 @@ def shared(monkeypatch, context):
     """The names of the steps that `run_shared` runs first, of a chain and chains with other `lines` of the steps given;
     its steps end as `outcomes` says."""
 
-    def run(*changed, outcomes=None):
+    def run(*changed, outcomes=None, told=()):
         ran: list = []
 
         def engine(workflow, storage, *, say, stop):
             ran.append(workflow)
+            for values in told:
+                say({"step": "first", "event": "progress", "values": values})
             return DONE | (outcomes or {})
 
         monkeypatch.setattr("lt2_workflows.engine.executor.run", engine)
@@ -112,13 +114,21 @@ def shared(monkeypatch, context):
 @pytest.fixture
 def context(tmp_path):
     stop = SimpleNamespace(asked=threading.Event())
-    return SimpleNamespace(workflow=SimpleNamespace(name="w"), storage=Storage(str(tmp_path)), stop=stop)
+    workflow, heard = SimpleNamespace(name="w"), []
+    storage = Storage(str(tmp_path))
+    return SimpleNamespace(workflow=workflow, storage=storage, stop=stop, progress=heard.append, heard=heard)
 
 
 def test_what_all_trials_have_in_common_runs_first(shared):
     assert shared("third") == [["first", "second"]]
     assert shared("third", "second") == shared("second", "third") == [["first"]]
     assert shared("first") == shared() == []
+
+
+def test_what_runs_first_is_told_under_its_own_name(shared, context):
+    shared("third", told=[{"notice": "goes on from step 5 of 9"}, {"step": 6, "steps": 9}])
+    assert context.heard[0]["notice"] == "first: goes on from step 5 of 9"
+    assert context.heard[1] == {"counts": "first step", "step": 6, "steps": 9}
 
 
 @pytest.mark.parametrize(

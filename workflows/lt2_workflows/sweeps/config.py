@@ -182,6 +182,30 @@ def training_step(trial: Trial) -> str:
     return next((name for name, step in trial.workflow.configs.items() if hasattr(step, "train")), "")
 
 
+def check_asha(scheduler: Asha, trials: Sequence[Trial]) -> None:
+    """Raise ConfigError where it would stop nothing."""
+    name = scheduler.step
+    watched = [trial.workflow.steps[name] for trial in trials if name in trial.workflow.steps]
+    if not watched:
+        others = [step for step, config in trials[0].workflow.configs.items() if hasattr(config, "train")]
+        raise ConfigError(
+            f"scheduler.step: the recipe has no step {name!r}; give the one to stop early"
+            + f" ({', '.join(others)})" * bool(others)
+        )
+    if len(trials) > 1 and len({step.fingerprint for step in watched}) == 1:
+        raise ConfigError(
+            f"scheduler.step: {name} is the same in all trials, so it runs once and none is stopped early; "
+            "give the step that differs, or leave --asha out"
+        )
+    trained: list[Any] = [step.config for step in watched if hasattr(step.config, "train")]
+    lengths = [config.train.steps for config in trained]  # of a step of one's own that reports a loss it is not known
+    if lengths and scheduler.grace_steps >= max(lengths):
+        raise ConfigError(
+            f"scheduler.grace_steps {scheduler.grace_steps} (--asha): no trial is stopped early, {name} has only "
+            f"{max(lengths)} steps; lower it, or leave --asha out"
+        )
+
+
 def label_of(point: Mapping[str, Any], grid: Mapping[str, Sequence[Any]] = {}) -> str:
     """'lr=0.001 ratio=1:4': the last part of each key, or as much of it as tells the keys apart.
 

@@ -28,7 +28,7 @@ from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import TTL_S, read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, Place, Workflow, fingerprint, step_type
 from lt2_workflows.inputs import places_of
-from lt2_workflows.sweeps.config import SweepStep, Trial, training_step
+from lt2_workflows.sweeps.config import SweepStep, Trial, check_asha, training_step
 
 if TYPE_CHECKING:
     from lt2_platform.results.store import ResultsStore
@@ -41,9 +41,9 @@ def check_sweep(config: SweepStep) -> None:
     """Raise ConfigError for bad input that can be seen before anything runs."""
     if config.paper is not None:
         ablations.paper_table(config.paper)
-    for trial in config.expanded:
-        if config.scheduler.type == "asha" and config.scheduler.step not in trial.workflow.configs:
-            raise ConfigError(f"scheduler.step: the recipe has no step {config.scheduler.step!r}")
+    trials = config.expanded
+    if config.scheduler.type == "asha":
+        check_asha(config.scheduler, trials)
 
 
 def sweep_places(config: SweepStep, context: StepContext) -> Iterator[Place]:
@@ -135,7 +135,10 @@ def run_shared(workflows: Sequence[Workflow], context: StepContext) -> None:
 
     def say(event: dict[str, Any]) -> None:
         if event["event"] == "progress":
-            context.progress({"counts": f"{event['step']} step", **event["values"]})
+            values = event["values"]
+            if "notice" in values:
+                values = {"notice": f"{event['step']}: {values['notice']}"}
+            context.progress({"counts": f"{event['step']} step", **values})
 
     outcomes = executor.run(shared, context.storage, say=say, stop=context.stop.asked)
     for name, outcome in outcomes.items():

@@ -18,9 +18,9 @@ from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray.trainer import new_name
 from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
-from lt2_workflows.steps.pretrain import PretrainStep, planned_model
+from lt2_workflows.plan import planned_training
 from lt2_workflows.sweeps.asha import KeptAsha
-from lt2_workflows.sweeps.config import SweepStep, Trial, sized, training_step
+from lt2_workflows.sweeps.config import SweepStep, Trial, sized
 from lt2_workflows.sweeps.trial import run_trial
 
 HEAD = "node:__internal_head__"  # a resource that every cluster's head has
@@ -139,7 +139,7 @@ class TrialRecords(tune.Callback):
         trial = self.trials[name]
         fields = {key: getattr(trial, key) for key in ("name", "label", "group", "seed", "settings")}
         steps = {step: each.id for step, each in trial.workflow.steps.items()}
-        more = {"steps": steps, "parameters": count(trial, self.context), "last": self.last.get(name)}
+        more = {"steps": steps, "parameters": count(trial, self.context, outcome["run"]), "last": self.last.get(name)}
         self.context.storage.write_json(f"{self.folder}/{name}.json", fields | more | dict(outcome))
         self.ended.add(name)
         self._say(f"{name}: {outcome['state']}")
@@ -157,15 +157,18 @@ def _last_line(error_file: str | None) -> str:
     return lines[-1] if lines else "the trial's process was lost"
 
 
-def count(trial: Trial, context: StepContext) -> int | None:
-    """Parameters of the trained model, with the vocabulary of its data; None where there is no such data."""
-    step = trial.workflow.steps.get(training_step(trial))
-    model = getattr(step and step.config, "model", None)
-    if step is None or model is None:
+def count(trial: Trial, context: StepContext, run: str | None = None) -> int | None:
+    """Parameters of the model that the trial's numbers are of: what step `run` made, else what is trained last; with
+    the vocabulary of its data, None where there is no such data.
+    """
+    steps = trial.workflow.steps.values()
+    trained = [step for step in steps if hasattr(step.config, "train")]
+    step = next((each for each in steps if each.id == run), trained[-1] if trained else None)
+    if step is None:
         return None
-    if isinstance(step.config, PretrainStep):
-        try:
-            model, _ = planned_model(step.config, replace(context, workflow=trial.workflow, step=step))
-        except ConfigError:  # which the trial has failed with
-            return None
-    return parameters(sized(model)).total
+    try:
+        planned = planned_training(step.config, replace(context, workflow=trial.workflow, step=step))
+    except ConfigError:  # which the trial has failed with
+        return None
+    model = getattr(step.config, "model", None) if planned is None else planned.model
+    return None if model is None else parameters(sized(model)).total
