@@ -64,18 +64,19 @@ class Logger:
     writer: RunWriter
     out: Storage
     config: TrainConfig
+    began: int  # the step that training goes on from
     written: float = -math.inf
 
     @classmethod
-    def open(cls, spec: WorkerSpec, config: TrainConfig) -> Logger:
+    def open(cls, spec: WorkerSpec, config: TrainConfig, began: int) -> Logger:
         info = {**spec.info, "config": {"model": spec.model, "train": spec.train, **spec.info.get("config", {})}}
         writer = ResultsStore(Storage(spec.storage_root)).create_run(spec.run_id, info)
-        return cls(writer, Storage(spec.out), config)
+        return cls(writer, Storage(spec.out), config, began)
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         self.writer.log(state.step, metrics | {"tokens": state.tokens})
         if time.monotonic() - self.written >= PROGRESS_SECONDS or state.step == self.config.steps:
-            self._write_progress(_progress(state, metrics, self.config))
+            self._write_progress(_progress(state, metrics, self.config) | {"began": self.began})
 
     def _write_progress(self, values: dict[str, Any]) -> None:
         pause = 0.0

@@ -149,7 +149,7 @@ def _train(
     if sources.topk is not None:
         stored = StoredTopK(sources.topk, feed.packed(), document_mask=config.document_mask)
         batches = read_ahead(stored.attach(batches), spec.prefetch)
-    logger = Logger.open(spec, config) if rank == 0 else None
+    logger = Logger.open(spec, config, state.step) if rank == 0 else None
     evaluator = Evaluator(spec.data, config, logger)
     saver = Saver(
         folder,

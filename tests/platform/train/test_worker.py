@@ -64,6 +64,7 @@ def test_a_run_leaves_checkpoints_metrics_and_a_summary(undisturbed):
     }
     progress = json.loads((undisturbed / "run/progress.json").read_text())
     assert (progress["step"], progress["steps"], progress["loss"], progress["eta_s"]) == (6, 6, curve[6], 0)
+    assert progress["began"] == 0
     metrics = set(ResultsStore(Storage(str(undisturbed))).metrics("run")["metric"].to_pylist())
     assert {"loss", "ce", "grad_norm", "lr", "tokens_per_s", "data_wait", "step_time", "tokens"} <= metrics
     run = ResultsStore(Storage(str(undisturbed))).run("run")
@@ -164,6 +165,9 @@ def test_kill_9_then_the_same_call_equals_the_undisturbed_run(killed, undisturbe
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert checkpoints(root / "run") == checkpoints(undisturbed / "run")
     assert sorted(p.name for p in (root / "run/checkpoints").iterdir()) == checkpoints(root / "run")
+    if point in ("inside a shard", "after COMPLETE"):
+        began = json.loads((root / "run/progress.json").read_text())["began"]
+        assert began == {"inside a shard": 2, "after COMPLETE": 4}[point]
 
 
 def test_a_damaged_newest_checkpoint_costs_steps_not_the_run(tmp_path, undisturbed, caplog):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from lt2_platform.train.worker import WorkerSpec
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
+STARTING_SECONDS = 30.0  # a task that has its place says so once its process has begun and imported what it runs
 EVALUATION = "training"  # in the results store, of the rows at the model's own depth; rows hold the step
 
 
@@ -41,6 +43,7 @@ class SideEvaluations:
     def __init__(self, spec: WorkerSpec, plan: TrainingEvaluation, *, gpus: float):
         self.spec, self.plan, self.gpus = spec, plan, gpus
         self.handles: dict[str, Any] = {}
+        self.started: dict[str, float] = {}
         self.over: set[str] = set()
         self.told = False
         self.ended = threading.Event()
@@ -65,10 +68,11 @@ class SideEvaluations:
         for name in evaluation_records.wanted(self.spec.out, self.plan.every, self.over):
             if name not in self.handles:
                 evaluation_records.note(self.spec.out, name, "waiting")
-                self.handles[name] = self.start(name)
+                self.handles[name], self.started[name] = self.start(name), time.monotonic()
         for name in [name for name, handle in self.handles.items() if self.is_over(handle)]:
             self._take(name)
-        waiting = [name for name in self.handles if self._state(name) == "waiting"]
+        since = time.monotonic() - STARTING_SECONDS
+        waiting = [name for name in self.handles if self.started[name] <= since and self._state(name) == "waiting"]
         if waiting and not self.told:
             self.told = True
             log.warning(

@@ -7,6 +7,7 @@ in `<out>/checkpoints` (Ray's record can miss a checkpoint it was just told of, 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -81,7 +82,7 @@ def pretrain(
     for more. evaluation: of checkpoints while training goes on. profile_steps: first and last of a trace. Metrics go to
     run `run_id` of the results store under `storage_root`; `info` is provenance for it. sources: for objectives that
     start from or learn from other models. progress is called in a thread with {step, steps, loss, tokens_per_s, eta_s},
-    before that once with {waiting} where other work has the places.
+    before that once with {waiting} where other work has the places, and with {notice} of the step it goes on from.
     data_reader: packed shards are read ahead by tasks of Ray Data, or by the workers themselves; the batches are the
     same. Uses the running Ray, or a local one for the duration. stop: asks to save at the next step and to end there.
     Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, PreemptedError when it ended as
@@ -108,7 +109,8 @@ def pretrain(
     trainer = Trainer if stop is None else CallersSignals
 
     def told(values: dict[str, Any]) -> None:
-        request.possible.set()
+        if values.get("step", 0) < values.get("steps", math.inf):
+            request.possible.set()
         if progress is not None:
             progress(values)
 
@@ -125,6 +127,7 @@ def pretrain(
                     if request.asked.is_set():
                         raise
                     log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
+            request.possible.clear()  # evaluations that are left can be ended at once: all is saved
     return patiently(lambda: close_run(spec, result))
 
 
@@ -260,7 +263,8 @@ def report_to_ray(metrics: dict[str, Any]) -> None:
 
 @contextmanager
 def _followed(storage: Storage, progress: Progress) -> Iterator[None]:
-    """Call `progress` with what rank 0 writes to `<out>/progress.json`, while the block runs."""
+    """Call `progress` with what rank 0 writes to `<out>/progress.json`, while the block runs; before that, whenever
+    training began anew, with the step that it goes on from."""
     stop = threading.Event()
     seen: dict[str, Any] = {}
 
@@ -269,9 +273,13 @@ def _followed(storage: Storage, progress: Progress) -> Iterator[None]:
             values = storage.read_json(PROGRESS)
         except (*STORAGE_ERRORS, ValueError):  # not there, or storage is away: whoever watches sees it later
             return
-        if values != seen.get("values"):
-            seen["values"] = values
-            progress({key: value for key, value in values.items() if key != "time"})
+        if values == seen:
+            return
+        anew = values["began"] != seen.get("began") or values["step"] <= seen["step"]
+        if anew and values["began"]:
+            progress({"notice": f"goes on from step {values['began']:,} of {values['steps']:,}"})
+        seen.update(values)
+        progress({key: value for key, value in values.items() if key not in ("began", "time")})
 
     def follow() -> None:
         while not stop.wait(POLL_SECONDS):

@@ -1,9 +1,10 @@
 """Evaluation during training: on a spare CPU beside a training worker, waiting and skipping where there is none."""
 
 import os
+import shutil
+import time
 from collections import defaultdict
-from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from lt2_platform.storage import Storage
 from lt2_platform.train import evaluation_records, worker
 from lt2_platform.train.config import TrainingEvaluation
 from lt2_platform.train.evaluation_records import note, record, wanted
-from lt2_platform.train.on_ray import side_evaluation, trainer
+from lt2_platform.train.on_ray import side_evaluation
 from lt2_platform.train.on_ray.side_evaluation import SideEvaluations
 from lt2_platform.train.on_ray.trainer import pretrain
 from tests.platform.train.on_ray.test_trainer import LOCAL
@@ -123,13 +124,22 @@ class NoRoom(SideEvaluations):
         note(self.spec.out, handle, "done")
 
 
-@pytest.fixture
-def trained(tmp_path):
-    write_dataset(tmp_path / "data")
-    spec = open_run(tmp_path, pretrain_config(steps=8))
-    spec = worker.WorkerSpec(**asdict(spec) | {"evaluate_every": 2})
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    root = tmp_path_factory.mktemp("original")
+    write_dataset(root / "data")
+    spec = replace(open_run(root, pretrain_config(steps=8)), evaluate_every=2)
     worker.run(spec)
-    return spec
+    return root, spec
+
+
+@pytest.fixture
+def trained(original, tmp_path, monkeypatch):
+    """A run of one's own."""
+    monkeypatch.setattr(side_evaluation, "STARTING_SECONDS", 0.0)
+    root, spec = original
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    return replace(spec, data=str(tmp_path / "data"), out=str(tmp_path / "run"), storage_root=str(tmp_path))
 
 
 def test_an_evaluation_of_an_attempt_that_was_taken_over_writes_nothing(trained, tmp_path, monkeypatch):
@@ -166,6 +176,19 @@ def test_evaluations_wait_the_oldest_are_skipped_and_a_failed_one_costs_nothing_
         (names[0], "skipped"), (names[1], "skipped"), (names[3], "failed")
     ]  # fmt: skip
     assert checkpoints(trained.out) == names[2:]
+
+
+def test_a_task_that_is_beginning_does_not_wait_for_a_place(trained, monkeypatch, caplog):
+    """It says that it runs when its process has begun, seconds after it got its place."""
+    monkeypatch.setattr(side_evaluation, "STARTING_SECONDS", 30.0)
+    side, now = NoRoom(trained), time.monotonic()
+    side.look()
+    assert (side.cancelled, caplog.text) == ([], "")
+    monkeypatch.setattr(side_evaluation.time, "monotonic", lambda: now + 35)
+    note(trained.out, "step-00000002", "running")
+    side.look()
+    assert side.cancelled == ["step-00000004"]
+    assert "the evaluation of step-00000004 waits" in caplog.text
 
 
 def test_another_driver_takes_up_what_the_first_left(trained):
@@ -238,30 +261,6 @@ def test_the_end_of_training_waits_for_a_store_that_is_away(trained, monkeypatch
     names = [f"step-{step:08d}" for step in (2, 4, 6, 8)]
     assert [record(trained.out, name)["state"] for name in names] == ["failed"] * 4
     assert side.handles == {}
-
-
-def test_a_run_that_is_over_is_closed_when_the_store_is_back(tmp_path, monkeypatch):
-    write_dataset(tmp_path / "data")
-    monkeypatch.setattr(storage_errors, "LONGEST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(trainer, "some_ray", lambda parallelism: nullcontext())
-    monkeypatch.setattr(trainer, "_scaling", lambda *more: None)
-    exists, away = Storage.exists, []
-
-    def asking(storage, path=""):
-        if away and away.pop():
-            raise EndpointConnectionError(endpoint_url="http://away")
-        return exists(storage, path)
-
-    def fit(trainer, settings, *more):
-        result = worker.run(worker.WorkerSpec(**settings["spec"]))
-        away.extend([True, True])
-        return result
-
-    monkeypatch.setattr(Storage, "exists", asking)
-    monkeypatch.setattr(trainer, "_fit", fit)
-    assert run(tmp_path, pretrain_config(steps=2))["step"] == 2
-    assert away == []
-    assert Storage(str(tmp_path / "run")).read_json("summary.json")["step"] == 2
 
 
 def test_a_run_that_fails_leaves_no_evaluation_behind(trained, monkeypatch):
