@@ -11,7 +11,8 @@ from botocore.exceptions import EndpointConnectionError
 from lt2_platform import storage_errors
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
-from lt2_platform.train.on_ray import trainer
+from lt2_platform.train.on_ray import stopping, trainer
+from lt2_platform.train.on_ray.stopping import STOP_FILE, StopRequest
 from tests.platform.train.packed import write_dataset
 from tests.platform.train.test_worker import pretrain_config
 
@@ -56,6 +57,43 @@ def test_where_training_goes_on_from_is_told_once_in_each_of_its_lives(tmp_path,
     ]
 
 
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_request_to_stop_gets_to_the_workers_once_it_is_made(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stopping, "POLL_SECONDS", 0.01)
+    storage, request, write = Storage(str(tmp_path)), StopRequest(), Storage.write_json
+    storage.write_json(STOP_FILE, {"time": 0})  # an earlier attempt's
+    refused = []
+
+    def refusing(self, path, value):
+        if not refused:
+            refused.append(path)
+            raise EndpointConnectionError(endpoint_url="http://away")
+        write(self, path, value)
+
+    monkeypatch.setattr(Storage, "write_json", refusing)
+    with stopping.conveyed(request, storage), stopping.requested(str(tmp_path)) as came:
+        request.possible.set()
+        assert not storage.exists(STOP_FILE)
+        assert not came.is_set()
+        request.asked.set()
+        until(came.is_set)
+        assert refused == [STOP_FILE]
+        assert "could not be asked to save and stop (Could not connect" in caplog.text
+        with stopping.requested(str(tmp_path)) as again:  # workers that take the place of others
+            assert again.is_set()
+    assert not request.possible.is_set()
+    with stopping.conveyed(StopRequest(), storage):
+        pass
+    time.sleep(0.05)
+    assert not storage.exists(STOP_FILE)
+
+
 def test_a_run_that_is_over_is_closed_when_the_store_is_back(tmp_path, monkeypatch, no_ray):
     write_dataset(tmp_path / "data")
     monkeypatch.setattr(storage_errors, "LONGEST_PAUSE_SECONDS", 0.0)
@@ -82,7 +120,7 @@ def test_a_signal_while_evaluations_are_left_ends_them_at_once(tmp_path, monkeyp
     """Nobody is there any more who saves when asked to."""
     write_dataset(tmp_path / "data")
     monkeypatch.setattr(trainer, "POLL_SECONDS", 0.01)
-    possible, stop, heard = [], trainer.StopRequest(), []
+    possible, stop, heard = [], StopRequest(), []
 
     @contextmanager
     def evaluated(*more):
