@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, get_args
 
 from lt2.config import ConfigError
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import STEP_TYPES, NotKnownYetError, Place, Ref, Step, StepConfig, Workflow
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def problems(workflow: Workflow, storage: Storage, pending: Iterable[Step], *, e
     pending = list(pending)
     named: dict[tuple[str, Callable[[str], object]], list[str]] = {}
     for step in pending:
-        context = StepContext(storage, workflow, step, lambda values: None)
+        context = StepContext(storage, workflow, step)
         for place in places_of(step.config, context):
             named.setdefault((place.uri, place.look), []).append(f"{step.name}.{place.field}")
     with ThreadPoolExecutor(16) as pool:
@@ -68,7 +68,7 @@ def conflicts(workflow: Workflow, storage: Storage, pending: Iterable[Step]) -> 
         if fits is None:
             continue
         try:
-            fits(step.config, StepContext(storage, workflow, step, lambda values: None))
+            fits(step.config, StepContext(storage, workflow, step))
         except NotKnownYetError:
             continue
         except ConfigError as error:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from lt2.config import ConfigError
 from lt2_platform.storage_errors import STORAGE_ERRORS
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.inputs import places_of
 
 USED_AS_IT_IS = "are used as they are; another name of what has changed, or another --storage, begins anew"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lt2.config import ConfigError
 from lt2_platform.storage_errors import STORAGE_ERRORS
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.records import read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, NotKnownYetError, StepConfig, Workflow
 from lt2_workflows.inputs import check_settings, conflicts, problems
@@ -40,7 +40,7 @@ def describe_plan(workflow: Workflow, storage: Storage) -> str:
             action = f"run ({known['state']} in attempt {known['attempt']})"
         after = f"after {', '.join(step.needs)}" if step.needs else ""
         describe = STEP_TYPES[step.config.type].describe
-        context = StepContext(storage, workflow, step, lambda values: None)
+        context = StepContext(storage, workflow, step)
         lines.append(f"  {name:<{width}}  {action:<12} {after}".rstrip() + f"  [{step.id}]")
         if describe is not None:
             try:
@@ -72,7 +72,7 @@ def describe_costs(
     known: Known = {}
     for name, step in workflow.steps.items():
         try:
-            run = planned_training(step.config, StepContext(storage, workflow, step, lambda values: None))
+            run = planned_training(step.config, StepContext(storage, workflow, step))
         except (ConfigError, *STORAGE_ERRORS) as error:  # of inputs that are not there, as `describe_plan` says
             lines.append(f"\n{name}: {'' if isinstance(error, NotKnownYetError) else 'not known: '}{error}")
             continue

@@ -19,7 +19,9 @@ from lt2_platform import storage_errors
 from lt2_platform.fence import FENCE
 from lt2_platform.storage import Storage
 from lt2_workflows.engine import attempt, records
-from lt2_workflows.engine.attempt import BAD_INPUT, DONE, FAILED, StepContext, _work
+from lt2_workflows.engine.attempt import _work
+from lt2_workflows.engine.context import StepContext
+from lt2_workflows.engine.endings import BAD_INPUT, DONE, FAILED
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.loading import load_workflow
 from tests.workflows.conftest import FAKE_STEPS

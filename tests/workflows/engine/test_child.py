@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lt2_workflows.engine import child
-from lt2_workflows.engine.attempt import BUSY, DONE, FAILED, INTERRUPTED
+from lt2_workflows.engine.endings import BUSY, DONE, FAILED, INTERRUPTED
 
 IDLE = SimpleNamespace(stopping=threading.Event(), at_once=threading.Event())
 

@@ -9,7 +9,7 @@ import pytest
 from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_workflows.engine import executor
-from lt2_workflows.engine.attempt import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
+from lt2_workflows.engine.endings import BAD_INPUT, BUSY, DONE, FAILED, INFRASTRUCTURE, INTERRUPTED
 from lt2_workflows.engine.executor import Driver, Outcome
 from lt2_workflows.engine.records import Events
 from lt2_workflows.loading import load_workflow

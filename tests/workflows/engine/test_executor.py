@@ -17,7 +17,7 @@ from lt2_platform import storage_errors
 from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import noting
-from lt2_workflows.engine import attempt, executor, records
+from lt2_workflows.engine import endings, executor, records
 from lt2_workflows.engine.executor import run
 from lt2_workflows.engine.records import list_workflows, read_done, step_state
 from lt2_workflows.graph import Resources, Step
@@ -32,8 +32,8 @@ def test_training_that_diverged_is_not_tried_again():
             self.worker_failures = failures
 
     diverged = NonFiniteLossError("step 3: loss nan; rolled back 2 of 2 times")
-    assert attempt._classify(WorkerGroupError({0: diverged})) == attempt.BAD_INPUT
-    assert attempt._classify(WorkerGroupError({0: RuntimeError("other")})) == attempt.FAILED
+    assert endings.classify(WorkerGroupError({0: diverged})) == endings.BAD_INPUT
+    assert endings.classify(WorkerGroupError({0: RuntimeError("other")})) == endings.FAILED
 
 
 @pytest.fixture
@@ -265,13 +265,13 @@ def test_a_store_that_is_away_for_a_while_ends_no_workflow(storage, monkeypatch,
     assert "storage refuses (Could not connect" in caplog.text
 
 
-@pytest.mark.parametrize(("status", "code"), [(503, attempt.INFRASTRUCTURE), (500, attempt.INFRASTRUCTURE), (403, 1)])
+@pytest.mark.parametrize(("status", "code"), [(503, endings.INFRASTRUCTURE), (500, endings.INFRASTRUCTURE), (403, 1)])
 def test_a_store_with_a_trouble_of_its_own_is_no_failure_of_the_step(status, code):
     refused = OSError("said no")  # as s3fs raises it
     refused.__cause__ = ClientError({"Error": {}, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
-    assert attempt._classify(refused) == code
+    assert endings.classify(refused) == code
     arrows = OSError(f"When reading: AWS Error UNKNOWN (HTTP status {status}) during HeadObject operation: No body.")
-    assert attempt._classify(arrows) == code
+    assert endings.classify(arrows) == code
 
 
 def test_a_full_disk_is_told_with_the_store_that_is_on_it(tmp_path):
@@ -280,8 +280,8 @@ def test_a_full_disk_is_told_with_the_store_that_is_on_it(tmp_path):
     wrapped = RuntimeError("worker group failed")
     wrapped.__cause__ = caught.value
     told = "storage root /disk cannot be used (No space left on device); choose another with --storage or LT2_STORAGE"
-    assert attempt._said(wrapped, attempt.FAILED) == told
-    assert attempt._said(RuntimeError("else"), attempt.FAILED) == "RuntimeError: else"
+    assert endings.said(wrapped, endings.FAILED) == told
+    assert endings.said(RuntimeError("else"), endings.FAILED) == "RuntimeError: else"
 
 
 def test_an_event_that_storage_refuses_comes_with_the_next(storage, monkeypatch, caplog):

@@ -19,7 +19,7 @@ from lt2_platform.step_records import this_process
 from lt2_workflows import cli
 from lt2_workflows.cluster import nodes
 from lt2_workflows.engine import local_ray
-from lt2_workflows.engine.attempt import INFRASTRUCTURE, _classify
+from lt2_workflows.engine.endings import INFRASTRUCTURE, classify
 from lt2_workflows.engine.local_ray import PREFIX, STARTS, NoRayError, join_ray, ray_for, ray_head
 from tests.workflows.conftest import wait_until
 
@@ -114,7 +114,7 @@ def test_a_ray_that_does_not_answer_is_lost_infrastructure(starts, monkeypatch, 
     line = r"no Ray answers at 10.0.0.1:6379 \(Failed to connect to GCS.\); look whether it still runs there"
     with pytest.raises(NoRayError, match=f"^{line}$") as failure:
         join_ray()
-    assert _classify(failure.value) == INFRASTRUCTURE
+    assert classify(failure.value) == INFRASTRUCTURE
     assert nodes.main("10.0.0.1:6379", "1", "a") == 1
     assert capsys.readouterr().err.startswith("lt2: no Ray answers at 10.0.0.1:6379 (")
 

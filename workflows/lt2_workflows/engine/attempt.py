@@ -16,46 +16,28 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from lt2.config import ConfigError, load_source
 from lt2_platform.fence import FENCE, OvertakenError
-from lt2_platform.storage_errors import complaint, is_away, patiently
+from lt2_platform.storage_errors import patiently
 from lt2_platform.train.on_ray.stopping import StopRequest
+from lt2_workflows.engine.context import StepContext
+from lt2_workflows.engine.endings import AT_ONCE, BAD_INPUT, BUSY, DONE, FAILED, INTERRUPTED, STATES, classify, said
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
 from lt2_workflows.engine.output import capture_output, end_process
 from lt2_workflows.engine.records import Lease, json_bytes, read_done
-from lt2_workflows.graph import STEP_TYPES, Ref, Step, Workflow
+from lt2_workflows.graph import STEP_TYPES, Workflow
 from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.outside import note
 from lt2_workflows.provenance import provenance
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
-
-AT_ONCE = signal.SIGUSR1
-"""What our driver sends when it has waited long enough for a step that saves before it stops, or may not wait."""
-
-DONE, FAILED, BAD_INPUT, BUSY, INTERRUPTED, INFRASTRUCTURE = 0, 1, 2, 3, 4, 75
-STATES = {
-    DONE: "done",
-    FAILED: "failed",
-    BAD_INPUT: "failed",
-    INTERRUPTED: "interrupted",
-    INFRASTRUCTURE: "infrastructure",
-}
-
-# By name, so that a step that never touches Ray does not import it to classify its error.
-INFRASTRUCTURE_ERRORS = {
-    "ActorDiedError", "ActorUnavailableError", "ActorUnschedulableError", "LocalRayletDiedError", "NodeDiedError",
-    "ObjectLostError", "OutOfMemoryError", "OwnerDiedError", "PreemptionError", "RaySystemError", "RpcError",
-    "TaskUnschedulableError", "WorkerCrashedError", "WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError",
-    "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError",
-}  # fmt: skip
 
 
 class Interrupted(KeyboardInterrupt):
@@ -67,47 +49,10 @@ class Interrupted(KeyboardInterrupt):
     run_state = "running"  # what the results store keeps saying of a run in this process: another attempt goes on
 
 
-@dataclass(frozen=True)
-class StepContext:
-    """What a step function may use: where to write, where its inputs are, and how to say how far it is.
-
-    `out` is the step's output folder (path or URI). It may hold the remains of an attempt that was cut off;
-    the step continues from them or overwrites them. `run_id` is stable across attempts. A step that can save and end
-    sets `stop.possible`; from then on a signal is no exception but sets `stop.asked`, for the driver's patience.
-    """
-
-    storage: Storage
-    workflow: Workflow
-    step: Step
-    progress: Callable[[dict[str, Any]], None]
-    stop: StopRequest = field(default_factory=StopRequest)
-
-    @property
-    def out(self) -> str:
-        return self.storage.join(self.step.folder, "out")
-
-    @property
-    def run_id(self) -> str:
-        return self.step.id
-
-    def path(self, source: Ref | str) -> str:
-        """The output folder of the step that `source` refers to; a plain path or URI is returned as it is."""
-        if isinstance(source, str):
-            return source
-        return self.storage.join(self.workflow.steps[source.step].folder, "out")
-
-    def result(self, source: Ref) -> dict[str, Any]:
-        """What the function of the referenced step returned."""
-        done = read_done(self.storage, self.workflow.steps[source.step])
-        if done is None:
-            raise ConfigError(f"step {source.step!r} has not finished; run it first")
-        return done["result"]
-
-
 def run_attempt(
     storage: Storage, workflow: Workflow, name: str, number: int, ttl_s: float, emit: Callable[[dict[str, Any]], None]
 ) -> int:
-    """Run attempt `number` of a step and return one of the exit codes above. Redirects this process's output."""
+    """Run attempt `number` of a step and return an exit code of endings.py. Redirects this process's output."""
     step = workflow.steps[name]
     lease = Lease(storage, step.folder, number, ttl_s, on_lost=end_process)
     if not patiently(lease.acquire):
@@ -156,8 +101,6 @@ def run_attempt(
 
 def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
     """(exit code, error, result of the step's function and what it read)."""
-    from lt2_workflows.outside import note
-
     config = context.step.config
     try:
         read = note(context)  # before the step reads it: what changes meanwhile has changed since
@@ -170,8 +113,8 @@ def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
         if type(failure).__name__ == "PreemptedError":  # by name, as below
             return INTERRUPTED, str(failure), {}
         traceback.print_exc()
-        code = _classify(failure)
-        return code, _said(failure, code), {}
+        code = classify(failure)
+        return code, said(failure, code), {}
 
 
 def _storable(result: Any, step: str) -> dict[str, Any]:
@@ -184,52 +127,6 @@ def _storable(result: Any, step: str) -> dict[str, Any]:
     if reason:
         raise ConfigError(f"step {step!r} returned {result!r:.80} ({reason}); return a dict of plain values")
     return result
-
-
-def _said(failure: BaseException, code: int) -> str:
-    """The one line that is told of it."""
-    causes = list(_causes(failure))
-    if code == BAD_INPUT:
-        # The innermost: Ray's wrapper is a ConfigError too, but its message is a traceback.
-        return str([error for error in causes if _is_mistake(error)][-1])
-    told = next(filter(None, map(complaint, causes)), None)  # of a store: which one, why, and what to do
-    return str(told or f"{type(failure).__name__}: {failure}")
-
-
-def _classify(failure: BaseException) -> int:
-    """BAD_INPUT for a user's mistake, INFRASTRUCTURE for a lost worker, node or connection, else FAILED.
-
-    Training that diverges has gone back as often as it may: with the same settings another attempt does the same.
-    """
-    causes = list(_causes(failure))
-    if any(_is_mistake(error) for error in causes):
-        return BAD_INPUT
-    return INFRASTRUCTURE if any(_is_infrastructure(error) for error in causes) else FAILED
-
-
-def _is_mistake(error: BaseException) -> bool:
-    # By name: its module imports torch, which an attempt need not.
-    return isinstance(error, ConfigError) or type(error).__name__ == "NonFiniteLossError"
-
-
-def _is_infrastructure(error: BaseException) -> bool:
-    if isinstance(error, ConnectionError) or is_away(error):
-        return True
-    # The module too: torch has an OutOfMemoryError of its own, which a retry does not cure.
-    return type(error).__module__.partition(".")[0] == "ray" and type(error).__name__ in INFRASTRUCTURE_ERRORS
-
-
-def _causes(failure: BaseException) -> Iterator[BaseException]:
-    """`failure` and what it was raised from, inside Ray's and Ray Train's wrappers too."""
-    pending, seen = [failure], set()
-    while pending:
-        error = pending.pop()
-        if not isinstance(error, BaseException) or id(error) in seen:
-            continue
-        seen.add(id(error))
-        yield error
-        wrapped = [getattr(error, name, None) for name in ("__cause__", "cause", "controller_failure", "_base_exc")]
-        pending += [*wrapped, *(getattr(error, "worker_failures", None) or {}).values()]
 
 
 _stop = StopRequest()  # of this process, as signals are

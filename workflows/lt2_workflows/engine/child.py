@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lt2_platform.machine.cores import share
-from lt2_workflows.engine.attempt import AT_ONCE, BUSY, DONE, FAILED, INFRASTRUCTURE
+from lt2_workflows.engine.endings import AT_ONCE, BUSY, DONE, FAILED, INFRASTRUCTURE
 from lt2_workflows.engine.local_ray import unanswered
 from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Step
@@ -34,7 +34,7 @@ CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.
 
 
 def run_child(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, Any]]:
-    """Run one attempt in a child process; (exit code of lt2_workflows.engine.attempt, its last event)."""
+    """Run one attempt in a child process; (its exit code, see endings.py; its last event)."""
     job = {
         "record": driver.workflow.record(),
         "storage": driver.storage.root,

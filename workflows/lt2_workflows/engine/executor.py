@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lt2.config import ConfigError
 from lt2_platform.machine.cores import usable
 from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
-from lt2_workflows.engine.attempt import BAD_INPUT, BUSY, DONE, INFRASTRUCTURE, INTERRUPTED, StepContext
 from lt2_workflows.engine.child import run_child
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.cores import side_by_side
+from lt2_workflows.engine.endings import BAD_INPUT, BUSY, DONE, INFRASTRUCTURE, INTERRUPTED
 from lt2_workflows.engine.local_ray import ray_head, unanswered
 from lt2_workflows.engine.records import TTL_S, Events, Watch, describe_holder, read_done, release_for, write_workflow
 from lt2_workflows.graph import STEP_TYPES, Step, Workflow
@@ -229,7 +230,7 @@ def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Ou
     changed, outdated = drift(done["provenance"], provenance()), STEP_TYPES[step.config.type].outdated
     stale = ""
     if driver.workflow.part_of is None:  # not once for every trial of a sweep
-        context = StepContext(driver.storage, driver.workflow, step, lambda values: None)
+        context = StepContext(driver.storage, driver.workflow, step)
         stale = changes(context, done.get("read", {}))
         if outdated is not None:
             stale = stale or driver.ask(partial(outdated, step.config, context))

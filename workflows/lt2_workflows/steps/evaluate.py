@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lt2_platform.evaluate.config import AnyTask, Depths, HarnessConfig, PerplexityConfig, ThroughputConfig
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
 from lt2_workflows.provenance import run_of_outside

@@ -24,7 +24,7 @@ from lt2_platform.train.config import (
     resolve_model,
 )
 from lt2_workflows.console import amount
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Place, Resources, StepConfig, step_type

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from lt2.layout import loops_text
 from lt2_platform.results.tables import unit_of
 from lt2_workflows.console import table
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import StepConfig, step_type
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, EvaluationRef
 

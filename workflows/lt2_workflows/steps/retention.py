@@ -11,7 +11,7 @@ from pydantic import Field
 
 from lt2_platform.evaluate.config import HeldOut
 from lt2_workflows.console import table
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import StepConfig, step_type
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, EvaluationRef
 

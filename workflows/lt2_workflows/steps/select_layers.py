@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from lt2.config import ConfigError
 from lt2.distill.select import best_layers, uniform_layers
 from lt2_workflows.console import table
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import StepConfig, step_type
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from lt2.layout import loops_text
 from lt2_platform.evaluate.config import StateRecallConfig
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import StepConfig, step_type
 
 

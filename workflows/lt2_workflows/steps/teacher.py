@@ -15,7 +15,7 @@ from lt2.config import ConfigError, ModelConfig
 from lt2_platform.data.sources.listing import version_of
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_workflows.console import amount
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Resources, StepConfig, digest, step_type
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
