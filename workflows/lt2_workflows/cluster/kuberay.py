@@ -7,7 +7,7 @@ import re
 import shlex
 from typing import Any
 
-from lt2_workflows.cluster.settings import ClusterSettings, Pool
+from lt2_workflows.cluster.settings import ClusterSettings, Head, Pool
 
 TUNE_DRIVERS = 1000  # trials wait for this resource of the head, which costs nothing
 
@@ -43,7 +43,6 @@ def _resource(settings: ClusterSettings, kind: str, name: str, spec: dict[str, A
 
 
 def _cluster_spec(settings: ClusterSettings) -> dict[str, Any]:
-    head = settings.head
     return {
         "rayVersion": settings.ray_version,
         "enableInTreeAutoscaling": True,
@@ -55,7 +54,7 @@ def _cluster_spec(settings: ClusterSettings) -> dict[str, Any]:
                 "dashboard-host": "0.0.0.0",
                 "resources": f"'{json.dumps({'tune_driver': TUNE_DRIVERS})}'",
             },
-            "template": _pod(settings, "ray-head", head.cpus, head.memory_gib, head_ports=True),
+            "template": _pod(settings, "ray-head", settings.head),
         },
         "workerGroupSpecs": [_group(settings, "gpu", settings.gpu), _group(settings, "data", settings.data)],
     }
@@ -69,19 +68,13 @@ def _group(settings: ClusterSettings, name: str, pool: Pool) -> dict[str, Any]:
         "minReplicas": pool.min_nodes,
         "maxReplicas": pool.max_nodes,
         "rayStartParams": params,
-        "template": _pod(settings, "ray-worker", pool.cpus, pool.memory_gib, pool),
+        "template": _pod(settings, "ray-worker", pool),
     }
 
 
-def _pod(
-    settings: ClusterSettings,
-    name: str,
-    cpus: int,
-    memory_gib: int,
-    pool: Pool | None = None,
-    head_ports: bool = False,
-) -> dict[str, Any]:
-    amounts: dict[str, str] = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
+def _pod(settings: ClusterSettings, name: str, node: Head | Pool) -> dict[str, Any]:
+    pool = node if isinstance(node, Pool) else None
+    amounts: dict[str, str] = {"cpu": str(node.cpus), "memory": f"{node.memory_gib}Gi"}
     if pool and pool.gpus:
         amounts["nvidia.com/gpu"] = str(pool.gpus)
     container: dict[str, Any] = {
@@ -92,7 +85,7 @@ def _pod(
         "resources": {"requests": amounts, "limits": dict(amounts)},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
-    if head_ports:
+    if pool is None:
         ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080}
         container["ports"] = [{"containerPort": port, "name": port_name} for port_name, port in ports.items()]
     if settings.s3.secret:
