@@ -126,6 +126,11 @@ def amount(value: float) -> str:
     return f"{value:.2e}".replace("e+", "e")
 
 
+def number(value: float) -> str:
+    """In a table: five digits, from a thousand on with separators and at most two decimals."""
+    return f"{value:,.{0 if value.is_integer() else 2}f}" if abs(value) >= 1000 else f"{value:.5g}"
+
+
 def as_json(value: Any) -> str:
     """`value` for `--json`: NaN and infinities, which JSON does not have, are null."""
     return json.dumps(finite(value), indent=2, allow_nan=False)
@@ -155,7 +160,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:,.{0 if value.is_integer() else 2}f}" if abs(value) >= 1000 else f"{value:.5g}"
+        return number(value)
     if isinstance(value, dict | list):
         return json.dumps(value)
     first, *more = str(value).splitlines() or [""]

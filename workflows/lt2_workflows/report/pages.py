@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lt2_workflows.console import number
+
 MAX_ROWS = 200
 
 
@@ -53,7 +55,7 @@ def cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:,.{0 if value.is_integer() else 2}f}" if abs(value) >= 1000 else f"{value:.5g}"
+        return number(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return value if isinstance(value, str) else json.dumps(value)
