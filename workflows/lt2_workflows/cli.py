@@ -15,9 +15,9 @@ import typer
 from lt2_platform.wording import printable
 from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, packs, records, sweeps
 from lt2_workflows.commands.doctor import doctor
-from lt2_workflows.commands.evaluation import StorageOption
 from lt2_workflows.commands.export import export
 from lt2_workflows.commands.generate import generate
+from lt2_workflows.commands.options import StorageOption
 from lt2_workflows.commands.overview import Overview
 
 if TYPE_CHECKING:

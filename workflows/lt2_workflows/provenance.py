@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lt2.packages import version_of
 
 if TYPE_CHECKING:
-    from lt2_platform.results.store import ResultsStore
+    from lt2_platform.storage import Storage
 
 PACKAGES = (
     "lt2",
@@ -50,10 +51,15 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def run_of_outside(store: ResultsStore, run: str, model: str) -> None:
-    """Give the results of a model that no run of this store made a run to belong to, unless there is one already."""
-    if not store.storage.exists(f"runs/{run}/run.json"):
+def log_evaluations(storage: Storage, run: str, model: str, evaluations: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Add evaluations, by name, to a run of the results store. A model that no run made gets one for them."""
+    from lt2_platform.results.store import ResultsStore
+
+    store = ResultsStore(storage)
+    if not storage.exists(f"runs/{run}/run.json"):
         store.create_run(run, {"config": {"evaluated": model}, **provenance()}).close()
+    for name, rows in evaluations.items():
+        store.log_eval(run, name, rows)
 
 
 def drift(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

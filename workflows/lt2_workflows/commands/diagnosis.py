@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lt2_workflows.commands.evaluation import JsonOption, StorageOption, config_error, located
+from lt2_workflows.commands.evaluation import located
+from lt2_workflows.commands.options import CheckpointArgument, JsonOption, StorageOption, config_error
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -15,7 +16,7 @@ READINGS = ("first_token_mass", "max_abs", "rms")
 
 
 def diagnose(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
+    checkpoint: CheckpointArgument,
     data: Annotated[
         str | None, typer.Option(metavar="DATASET", help="A prepared dataset. [default: what the run trained on]")
     ] = None,
@@ -27,10 +28,9 @@ def diagnose(
     """Attention sink, largest activation and RMS at every (loop, layer) of a trained model."""
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.evaluate.config import DiagnosticsConfig
-    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.console import as_json, table
-    from lt2_workflows.provenance import run_of_outside
+    from lt2_workflows.provenance import log_evaluations
 
     root = Storage(storage)
     place, run = located(root, checkpoint)
@@ -42,9 +42,7 @@ def diagnose(
         out=root.join("evals", run, "diagnostics"),
     )
     rows = found.evaluations()["diagnostics"]
-    store = ResultsStore(root)
-    run_of_outside(store, run, place)
-    store.log_eval(run, "diagnostics", rows)
+    log_evaluations(root, run, place, {"diagnostics": rows})
     if json_:
         typer.echo(as_json(rows))
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lt2_workflows.commands.evaluation import JsonOption, StorageOption
+from lt2_workflows.commands.options import JsonOption, StorageOption
 
 if TYPE_CHECKING:
     from lt2_platform.doctor.finding import Finding
@@ -73,8 +73,9 @@ def look(storage: Storage, *, run_kernels: bool, mixers: list[str]) -> Iterator[
     import torch
 
     from lt2_platform.doctor import kernels, machine, software, store
+    from lt2_platform.machine.devices import this_device
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(this_device())
     yield from software.software()
     yield from machine.machine()
     yield from kernels.chosen(device)

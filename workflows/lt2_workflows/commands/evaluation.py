@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lt2_workflows.commands.options import AskedByOption, JsonOption, StorageOption, check_template, config_error
+
 if TYPE_CHECKING:
     from lt2_platform.evaluate.config import HarnessConfig
     from lt2_platform.storage import Storage
-
-StorageOption = Annotated[
-    str | None,
-    typer.Option(
-        "--storage", metavar="ROOT", help="Folder or s3://bucket/prefix. [default: $LT2_STORAGE or ./lt2-storage]"
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def evaluate(
@@ -46,9 +39,7 @@ def evaluate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask as conversations, by the template of the model's training.")
     ] = False,
-    template: Annotated[
-        str | None, typer.Option(help="As --chat, by this one: chatml, llama3 or plain.", show_default=False)
-    ] = None,
+    template: AskedByOption = None,
     multiturn: Annotated[
         bool, typer.Option(help="In conversations, examples are turns of their own or part of the question.")
     ] = True,
@@ -61,12 +52,11 @@ def evaluate(
     from lt2_platform.evaluate.checkpoints import evaluate_anything
     from lt2_platform.evaluate.harness.models import ModelSource
     from lt2_platform.evaluate.tasks import depth_table
-    from lt2_platform.results.store import ResultsStore
+    from lt2_platform.json_values import sha256_of
     from lt2_platform.storage import Storage
-    from lt2_workflows.commands.models import check_template
     from lt2_workflows.console import Console, as_json, table
     from lt2_workflows.engine.local_ray import ray_for
-    from lt2_workflows.provenance import run_of_outside
+    from lt2_workflows.provenance import log_evaluations
 
     check_template(template)
     if not (chat or template) and (system or not multiturn):
@@ -92,8 +82,7 @@ def evaluate(
     )
     if not config.chat and not place.endswith(".gguf") and ModelSource(place).chat_templates():
         typer.echo(f"{checkpoint} was trained on conversations; --chat asks it by their template", err=True)
-    identity = hashlib.sha256(json.dumps([config.model_dump(mode="json"), place], sort_keys=True).encode()).hexdigest()
-    out = root.join("evals", run, identity[:12])
+    out = root.join("evals", run, sha256_of([config.model_dump(mode="json"), place])[:12])
     console = Console()
     progress = lambda values: console.say({"event": "progress", "step": "evaluate", "values": values})  # noqa: E731
     try:
@@ -105,10 +94,7 @@ def evaluate(
         raise typer.Exit(130) from None
     finally:
         console.clear()
-    store = ResultsStore(root)
-    run_of_outside(store, run, place)
-    for name, rows in found.evaluations().items():
-        store.log_eval(run, name, rows)
+    log_evaluations(root, run, place, found.evaluations())
     if json_:
         typer.echo(as_json(found.rows))
         return
@@ -256,9 +242,3 @@ def trained_depth(root: Storage, folder: str) -> str | None:
     info = ResultsStore(root).index().runs.get(run)
     depth = None if info is None else own_depth(info.config)
     return depth if depth and root.glob(f"evals/{run}/**/{depth}/samples/*.jsonl") else None
-
-
-def config_error(message: str) -> Exception:
-    from lt2.extension import ConfigError  # brings pydantic, which --help can do without
-
-    return ConfigError(message)

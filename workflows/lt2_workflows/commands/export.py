@@ -8,18 +8,19 @@ from typing import Annotated
 
 import typer
 
-from lt2_workflows.commands.models import check_template, check_writable, find_checkpoint
+from lt2_workflows.commands.models import check_writable, find_checkpoint
+from lt2_workflows.commands.options import CheckpointArgument, StorageOption, check_template
 
 
 def export(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
+    checkpoint: CheckpointArgument,
     folder: Annotated[Path, typer.Argument(help="A new folder, in the Hugging Face layout.")],
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     template: Annotated[
         str | None,
         typer.Option(help="Chat template to write: chatml, llama3 or plain. [default: that of the training]"),
     ] = None,
-    storage: Annotated[str | None, typer.Option("--storage", metavar="ROOT")] = None,
+    storage: StorageOption = None,
 ) -> None:
     """Write a checkpoint for `from_pretrained`, with a certificate that the written model computes the same."""
     import torch
@@ -29,6 +30,7 @@ def export(
     from lt2.interop.export import export_checkpoint
     from lt2.layout import loops_text
     from lt2_platform.data.tokenizers.tokenizer_json import write_tokenizer_json
+    from lt2_platform.machine.devices import this_device
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model
 
@@ -42,7 +44,6 @@ def export(
     model, _, tokenizer = load_model(place)
     known = tokenizer.get("chat_templates", [])
     chosen = template or (known[0] if len(known) == 1 else None)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as scratch:
         files = Path(scratch)
         stop_ids, chat = [], ""
@@ -60,7 +61,7 @@ def export(
             eos_id=tokenizer["eos_id"],
             stop_ids=stop_ids,
             dtype=dtypes[dtype],
-            device=device,
+            device=this_device(),
         )
     inexact = [check for check in checks if check.tolerance > 0]  # what is merely copied must be the same bits
     worst = max(inexact, key=lambda check: check.error / check.tolerance)

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from lt2_workflows.commands.evaluation import StorageOption
-from lt2_workflows.commands.models import check_template, find_checkpoint
+from lt2_workflows.commands.models import find_checkpoint
+from lt2_workflows.commands.options import (
+    AskedByOption,
+    CheckpointArgument,
+    StorageOption,
+    check_template,
+    chosen_device,
+)
 
 if TYPE_CHECKING:
     from lt2_platform.data.sources.documents import Piece
@@ -16,14 +22,12 @@ if TYPE_CHECKING:
 
 
 def generate(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its folder, or a run's name.")],
+    checkpoint: CheckpointArgument,
     text: Annotated[str, typer.Argument(help="The prompt.")],
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask a model trained on conversations, by their template; shows the answer.")
     ] = False,
-    template: Annotated[
-        str | None, typer.Option(help="As --chat, by this one: chatml, llama3 or plain.", show_default=False)
-    ] = None,
+    template: AskedByOption = None,
     system: Annotated[
         str, typer.Option(help="What the system's turn says, with --chat or --template.", show_default=False)
     ] = "",
@@ -52,9 +56,7 @@ def generate(
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if where not in ("cuda", "cpu") or (where == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"--device {where}: " + ("no GPU here" if where == "cuda" else "choose cuda or cpu"))
+    where = chosen_device(device)
     if system and not (chat or template):
         raise ConfigError("--system is said in conversations; add --chat, or --template NAME")
     model, _, info = load_model(find_checkpoint(Storage(storage), checkpoint))

@@ -6,9 +6,11 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from lt2_workflows.commands.options import JsonOption, StorageOption, chosen_device
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -54,8 +56,8 @@ def checkpoints(
     prune: Annotated[
         str | None, typer.Option(metavar="POLICY", help="Delete the others, e.g. last=2,every=10000,best.")
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    storage: Annotated[str | None, typer.Option("--storage", metavar="ROOT")] = None,
+    json_: JsonOption = False,
+    storage: StorageOption = None,
 ) -> None:
     """List a run's checkpoints; check them; delete those not worth keeping. Exit code 1 if --verify finds damage."""
     from lt2_platform.storage import Storage
@@ -122,9 +124,7 @@ def bench_mixers(
         Storage(storage).check_writable()
     if out is not None:
         check_writable(out)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if where not in ("cuda", "cpu") or (where == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"--device {where}: " + ("no GPU here" if where == "cuda" else "choose cuda or cpu"))
+    where = chosen_device(device)
     listed = mixers.lstrip().startswith("[")
     chosen = read_json(mixers, "--mixers") if listed else [_named(mixer) for mixer in mixers.split(",")]
     for fields in chosen:
@@ -232,15 +232,6 @@ def find_checkpoint(storage: Storage, name: str) -> str:
     if len(mine) > 1:
         typer.echo(f"{name}: {newest}, the newest of {len(mine)} runs; `lt2 status {name}` lists them", err=True)
     return storage.join("steps", newest, "out")
-
-
-def check_template(name: str | None) -> None:
-    """Raise ConfigError if --template names none of ours."""
-    from lt2.config import ConfigError
-    from lt2_platform.data.sources.configs import Template
-
-    if name is not None and name not in get_args(Template):
-        raise ConfigError(f"--template {name}: choose one of {', '.join(get_args(Template))}")
 
 
 def doubling(first: int, last: int) -> list[int]:

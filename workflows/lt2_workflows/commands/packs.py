@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows.commands.evaluation import config_error
+from lt2_workflows.commands.options import config_error
 
 if TYPE_CHECKING:
     from lt2_platform.evaluate.harness.long_context.ruler import Sources

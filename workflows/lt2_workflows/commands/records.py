@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt2_workflows.commands.evaluation import JsonOption, StorageOption
+from lt2_workflows.commands.options import JsonOption, StorageOption
 
 MAX_NOTE = 2_000  # characters
 

@@ -11,7 +11,7 @@ from lt2_platform.evaluate.config import AnyTask, Depths, HarnessConfig, Perplex
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
-from lt2_workflows.provenance import run_of_outside
+from lt2_workflows.provenance import log_evaluations
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, PackRef
 from lt2_workflows.steps.task_inputs import check_templates, first_by_training, packs_of
 
@@ -90,7 +90,6 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     Items and answers lie where those of `lt2 eval` do, so that the runs can be compared item by item.
     """
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
-    from lt2_platform.results.store import ResultsStore
 
     tasks = config.tasks
     if config.pack is not None:
@@ -111,10 +110,7 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
         actors=actors,
         progress=context.progress,
     )
-    store = ResultsStore(context.storage)
-    run_of_outside(store, run, context.path(config.checkpoint))
-    for name, rows in found.evaluations().items():
-        store.log_eval(run, name, rows)
+    log_evaluations(context.storage, run, context.path(config.checkpoint), found.evaluations())
     return {
         "run": run,
         "step": found.step,
