@@ -1,12 +1,28 @@
-"""A table of the paper's rows and ours, {model, source, columns, note}, as CSV or LaTeX."""
+"""A table of {model, source, columns, note}, the paper's rows and then ours: our rows, and all as CSV or LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+
+def mean_of(scores: Mapping[str, float], columns: Collection[str]) -> float | None:
+    """The mean over `columns`; None unless all are there."""
+    values = [value for column in columns if (value := scores.get(column)) is not None]
+    return math.fsum(values) / len(values) if len(values) == len(columns) else None
+
+
+def our_rows(ours: Mapping[str, Mapping[str, float]], averaged: Collection[str]) -> list[dict[str, Any]]:
+    """A row for each run's scores, with their mean over the columns `averaged` and a note of those that it lacks."""
+    rows = []
+    for run, scores in ours.items():
+        missing = [column for column in averaged if column not in scores]
+        note = f"no {', '.join(missing)}" if missing else ""
+        rows.append({"model": run, "source": "ours", **scores, "Avg": mean_of(scores, averaged), "note": note})
+    return rows
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lt2_platform.evaluate.paper.formats import mean_of, our_rows
 from lt2_platform.evaluate.repeats import standing
 
 KNOWLEDGE = {
@@ -59,17 +59,8 @@ def scores_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def compared(ours: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
     """Rows {model, source, COLUMNS, note}: the paper's, then ours by run. Avg is the mean of the six of knowledge."""
     rows: list[dict[str, Any]] = []
+    averaged = KNOWLEDGE.values()
     for model, values in LONG_CONTEXT.items():
         scores = {column: value for column, value in zip(TASKS.values(), values) if value is not None}
-        rows.append({"model": model, "source": "paper", **scores, "Avg": average(scores), "note": ""})
-    for run, scores in ours.items():
-        missing = [column for column in KNOWLEDGE.values() if column not in scores]
-        note = f"no {', '.join(missing)}" if missing else ""
-        rows.append({"model": run, "source": "ours", **scores, "Avg": average(scores), "note": note})
-    return rows
-
-
-def average(scores: Mapping[str, float]) -> float | None:
-    """The mean over the six knowledge tasks; None unless all are there."""
-    values = [scores[column] for column in KNOWLEDGE.values() if column in scores]
-    return math.fsum(values) / len(values) if len(values) == len(KNOWLEDGE) else None
+        rows.append({"model": model, "source": "paper", **scores, "Avg": mean_of(scores, averaged), "note": ""})
+    return rows + our_rows(ours, averaged)

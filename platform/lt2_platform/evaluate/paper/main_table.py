@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2_platform.evaluate.paper.formats import mean_of, our_rows
 from lt2_platform.evaluate.repeats import standing
 
 # Table 2: zero-shot accuracy after 100B tokens of FineWeb-Edu, T = 4. lm-eval's task names.
@@ -101,14 +101,9 @@ def compared(ours: Mapping[str, Mapping[str, float]], scale: str) -> list[dict[s
         notes = [f"printed {printed}"] if mean is not None and abs(printed - mean) >= 0.01 else []
         notes += [CONTRADICTED[scale, model]] if (scale, model) in CONTRADICTED else []
         rows.append({"model": model, "source": "paper", **theirs, "Avg": mean, "note": "; ".join(notes)})
-    for run, scores in ours.items():
-        missing = [label for label in TASK_LABELS if label not in scores]
-        note = f"no {', '.join(missing)}" if missing else ""
-        rows.append({"model": run, "source": "ours", **scores, "Avg": average(scores), "note": note})
-    return rows
+    return rows + our_rows(ours, TASK_LABELS)
 
 
 def average(scores: Mapping[str, float]) -> float | None:
-    values = [scores.get(label) for label in TASK_LABELS]
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if len(numbers) == len(TASK_LABELS) else None
+    """The mean of the eight."""
+    return mean_of(scores, TASK_LABELS)

@@ -10,15 +10,13 @@ from lt2.config import ConfigError
 from lt2_platform.evaluate.harness.long_context.needles import TOKENS_TO_GENERATE
 from lt2_platform.evaluate.harness.long_context.ruler import TASKS as RULER_TASKS
 from lt2_platform.evaluate.harness.recall import NEW_TOKENS, WINDOW, contains_all, contains_any
-
-CORE_TABLE = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "openbookqa", "sciq", "boolq")
-"""The eight whose mean is the paper's average (paper.scores_of says by which metric)."""
+from lt2_platform.evaluate.paper.main_table import TASKS as MAIN_TABLE
 
 LENGTHS = (1024, 2048, 4096, 8192)
 """Of the needle tasks; training is at 4,096."""
 
 SUITES: dict[str, tuple[str, ...]] = {
-    "core": (*CORE_TABLE, "copa", "social_iqa", "race", "commonsense_qa"),
+    "core": (*MAIN_TABLE, "copa", "social_iqa", "race", "commonsense_qa"),
     "recall": ("swde", "fda", "squad_completion", "triviaqa_cloze", "nq_cloze", "drop_cloze"),
     "needles": tuple(f"niah_single_{i}_{length}" for i in (1, 2, 3) for length in LENGTHS),
     "ruler": tuple(f"{name}_4096" for name in RULER_TASKS),
