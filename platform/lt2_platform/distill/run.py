@@ -52,7 +52,7 @@ def stage_config(run: DistillRun, teacher: ModelConfig, student: ModelConfig | N
     kept = run.kept if run.kept is not None else (layout.kept if layout is not None else ())
     model = student_config(teacher, mixer, kept, both=kind == "align")
     check_model(model, run.train)
-    return PretrainConfig(model=PretrainModel.model_validate(model.model_dump()), train=run.train)
+    return PretrainConfig(model=PretrainModel.of(model), train=run.train)
 
 
 def kept_layout(student: ModelConfig) -> KeptLayout:

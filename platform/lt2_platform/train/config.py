@@ -17,6 +17,10 @@ class PretrainModel(ModelConfig):
 
     vocab_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    @classmethod
+    def of(cls, model: ModelConfig) -> PretrainModel:
+        return cls.model_validate(model.model_dump())
+
     @model_validator(mode="after")
     def _check(self) -> PretrainModel:
         # Everything but the vocabulary can be wrong already, and should fail before any data is prepared.

@@ -82,7 +82,7 @@ def paper_end_to_end() -> Workflow:
         "extend": PretrainStep(
             data=DatasetRef(step="prepare-extend"),
             start=CheckpointRef(step="pretrain"),
-            model=PretrainModel.model_validate(model.model_dump()),
+            model=PretrainModel.of(model),
             train=TrainConfig(
                 steps=2289, global_batch_size=8, micro_batch_size=1, lr=3e-5, warmup_steps=100, seed=777, **train
             ),

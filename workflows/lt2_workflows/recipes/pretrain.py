@@ -63,7 +63,7 @@ def pretrain(row: str, scale: Scale, *, lr: float, warmup_steps: int):
             ),
             "pretrain": PretrainStep(
                 data=data,
-                model=PretrainModel.model_validate(model.model_dump()),
+                model=PretrainModel.of(model),
                 train=TrainConfig(
                     steps=255_000,
                     global_batch_size=96,

@@ -102,7 +102,7 @@ def sweep_mixers(size: str = "cpu") -> Workflow:
     trials = [
         TrialConfig(
             label=ROWS[name].title,
-            settings={"pretrain.model": PretrainModel.model_validate(model.model_dump()).model_dump(mode="json")}
+            settings={"pretrain.model": PretrainModel.of(model).model_dump(mode="json")}
             | compiled(ROWS[name].title)
             | decayed(name, scale),
         )
