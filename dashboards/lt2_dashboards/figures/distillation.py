@@ -41,27 +41,13 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     errors = {names[run.run]: [_share_error(before[key], run.errors.get(key)) for key in drawn] for run in students}
     option = dots([_label(key) for key in drawn], {}, shares, unit="% of the teacher's score", errors=errors)
     if drawn:
-        first = option["series"][0]
-        first["markLine"] = {"data": [{"xAxis": 100}]}
-        known = [
-            (share, error or 0.0)
-            for run in shares
-            for share, error in zip(shares[run], errors[run])
-            if share is not None
-        ]
-        # What is kept is read against the teacher, so the axis reaches its line, which by itself gets no place there.
-        if max((share + error for share, error in known), default=0.0) < 100:
-            option["xAxis"] |= {"max": 100, "axisLabel": {"showMaxLabel": True}}
-        elif min(share - error for share, error in known) > 100:
-            option["xAxis"]["min"] = 100
-    else:
-        option["empty"] = (
-            "No distilled run has been evaluated on its teacher's tasks yet."
-            if named or not wanted
-            else "These runs do not say who their teacher is: give teacher=RUN."
-        )
-    if tasks and not drawn:
+        _mark_teacher(option, shares, errors)
+    elif tasks:
         option["empty"] = "The teacher has 0 on all tasks that its students were asked: nothing can be kept of that."
+    elif named or not wanted:
+        option["empty"] = "No distilled run has been evaluated on its teacher's tasks yet."
+    else:
+        option["empty"] = "These runs do not say who their teacher is: give teacher=RUN."
     rows: list[list[Any]] = []
     for place, run in enumerate(students):
         for key in tasks:
@@ -83,6 +69,20 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     columns = ["run", "source", "task", "metric", "teacher", "student", "kept (%)", "kept ±"]
     produce = "" if tasks else "lt2 run distill_small"
     return Figure("Distillation: what is kept (%)", option, columns, lambda: rows, notes, produce=produce)
+
+
+def _mark_teacher(
+    option: dict[str, Any], shares: dict[str, list[float | None]], errors: dict[str, list[float | None]]
+) -> None:
+    """Draw the teacher's line at 100 %, and make the axis reach it, which it would not do for the line alone."""
+    option["series"][0]["markLine"] = {"data": [{"xAxis": 100}]}
+    known = [
+        (share, error or 0.0) for run in shares for share, error in zip(shares[run], errors[run]) if share is not None
+    ]
+    if max(share + error for share, error in known) < 100:
+        option["xAxis"] |= {"max": 100, "axisLabel": {"showMaxLabel": True}}
+    elif min(share - error for share, error in known) > 100:
+        option["xAxis"]["min"] = 100
 
 
 def _distances(source: Source) -> dict[str, dict[str, Any]]:
