@@ -17,6 +17,7 @@ from lt2_workflows.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from lt2.model import LoopedLM
     from lt2_platform.data.sources.documents import Piece
     from lt2_platform.data.tokenizers.tokenize import Tokenizer
 
@@ -45,7 +46,6 @@ def generate(
     """Continue a text with a trained model, shown as it is made."""
     import torch
 
-    from lt2.analysis.accounting import cache_bytes
     from lt2.config import ConfigError
     from lt2.decode import merge_projections
     from lt2.generate import generate as continue_tokens
@@ -75,14 +75,7 @@ def generate(
             *encode_documents(tokenizer, [question(template, text, system=system)])[0].tolist(),
         ]
         shown = Shown(tokenizer, end=end_of_answer(template))
-    needed = cache_bytes(
-        model.config, len(prompt) + max_new_tokens, dtype=model.embed.weight.dtype, n_loops=model.depth
-    )
-    if needed > (memory := memory_bytes(where)):
-        raise ConfigError(
-            f"{len(prompt)} tokens and --max-new-tokens {max_new_tokens} at {loops_text(model.depth)} need a cache of "
-            f"{needed / 1e9:,.0f} GB, and {where} has {memory / 1e9:,.0f} GB; ask for fewer"
-        )
+    check_memory(model, len(prompt), max_new_tokens, where)
     begin = time.perf_counter()
     (tokens,) = continue_tokens(
         model,
@@ -103,6 +96,20 @@ def generate(
         + (" at most" if model.config.halting is not None else ""),
         err=True,
     )
+
+
+def check_memory(model: LoopedLM, prompt: int, max_new_tokens: int, device: str) -> None:
+    """Raise ConfigError where the cache of so many tokens is more than the device holds."""
+    from lt2.analysis.accounting import cache_bytes
+    from lt2.config import ConfigError
+    from lt2.layout import loops_text
+
+    needed = cache_bytes(model.config, prompt + max_new_tokens, dtype=model.embed.weight.dtype, n_loops=model.depth)
+    if needed > (memory := memory_bytes(device)):
+        raise ConfigError(
+            f"{prompt} tokens and --max-new-tokens {max_new_tokens} at {loops_text(model.depth)} need a cache of "
+            f"{needed / 1e9:,.0f} GB, and {device} has {memory / 1e9:,.0f} GB; ask for fewer"
+        )
 
 
 def memory_bytes(device: str) -> int:

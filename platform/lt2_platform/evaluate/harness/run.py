@@ -10,10 +10,11 @@ from typing import Any
 
 from lt2.config import ConfigError, ModelConfig, RandomLayout
 from lt2.model import LoopedLM
+from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness.chat import chat_of, framing, label
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Tally
-from lt2_platform.evaluate.harness.models import ModelSource
+from lt2_platform.evaluate.harness.models import FolderTokenizer, ModelSource
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, check_vocabulary
 from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.evaluate.harness.tasks.definitions import Definition, define
@@ -77,13 +78,7 @@ def evaluate(
     names = suite_tasks(config.suite, config.tasks)
     records = packs.require(config.pack, names)
     tokenizer = source.load_tokenizer()
-    for name, record in records.items():
-        frozen = record.get("tokenizer")
-        if frozen and tokenizer.sha256 != frozen["sha256"] and tokenizer.vocabulary != frozen.get("vocabulary"):
-            raise ConfigError(
-                f"pack {config.pack}: {name} was made for tokenizer {frozen['name']!r}, {source.place} has "
-                f"{tokenizer.name!r}; build {name} again with the model's tokenizer"
-            )
+    _check_tokenizer(records, tokenizer, config.pack, source.place)
     chat = chat_of(config, source, tokenizer)
     votes = looped.layout.votes if looped is not None and isinstance(looped.layout, RandomLayout) else 1
     dispatcher = Dispatcher(source, out, actors=actors, scorer=scorer, cpus=config.cpus_per_actor, looped=looped)
@@ -112,6 +107,17 @@ def evaluate(
         rows += [row | spent for row in found]
     dispatcher.forget_others()
     return rows
+
+
+def _check_tokenizer(records: Mapping[str, Any], tokenizer: Tokenizer | FolderTokenizer, pack: str, model: str) -> None:
+    """Raise ConfigError for a task whose items were made for another tokenizer."""
+    for name, record in records.items():
+        frozen = record.get("tokenizer")
+        if frozen and tokenizer.sha256 != frozen["sha256"] and tokenizer.vocabulary != frozen.get("vocabulary"):
+            raise ConfigError(
+                f"pack {pack}: {name} was made for tokenizer {frozen['name']!r}, {model} has "
+                f"{tokenizer.name!r}; build {name} again with the model's tokenizer"
+            )
 
 
 def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, out: str) -> list[dict[str, Any]]:
