@@ -80,11 +80,7 @@ def open_run(
         "data": {"fingerprint": manifest.get("fingerprint"), "tokenizer": manifest["tokenizer"]["sha256"]},
         **({"sources": identities} if identities else {}),
     }
-    if not storage.create_exclusive(CONFIG, json.dumps(record, indent=2).encode()):
-        changed = differences({"then": _as_of_now(storage.read_json(CONFIG)), "now": json.loads(json.dumps(record))})
-        keys = ", ".join(f"{key} {changed['then'][key]!r} -> {changed['now'][key]!r}" for key in changed["now"])
-        if keys:
-            raise ConfigError(f"{out} holds a run with another config ({keys}); use another output folder")
+    _bind(storage, record)
     return WorkerSpec(
         model=record["model"],
         train=record["train"],
@@ -97,6 +93,15 @@ def open_run(
         profile_steps=profile_steps,
         info=_with_origin(info or {}, manifest, models, places),
     )
+
+
+def _bind(storage: Storage, record: dict[str, Any]) -> None:
+    """Write the folder's config, once. Raises ConfigError where the folder has another already."""
+    if storage.create_exclusive(CONFIG, json.dumps(record, indent=2).encode()):
+        return
+    changed = differences({"then": _as_of_now(storage.read_json(CONFIG)), "now": json.loads(json.dumps(record))})
+    if keys := ", ".join(f"{key} {changed['then'][key]!r} -> {changed['now'][key]!r}" for key in changed["now"]):
+        raise ConfigError(f"{storage.root} holds a run with another config ({keys}); use another output folder")
 
 
 def summary(spec: WorkerSpec) -> dict[str, Any] | None:
