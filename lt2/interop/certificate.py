@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,14 +117,8 @@ def batched(model: LT2ForCausalLM, rows: list[Tensor], n_loops: int) -> list[Ten
     return logits
 
 
-def padded_right(model: LT2ForCausalLM, rows: list[Tensor], n_loops: int) -> list[Tensor]:
-    ids, mask = pad(rows, "right")
-    logits = model(ids, attention_mask=mask, n_loops=n_loops).logits
-    return [logits[i][mask[i].bool()] for i in range(len(rows))]
-
-
-def padded_left(model: LT2ForCausalLM, rows: list[Tensor], n_loops: int) -> list[Tensor]:
-    ids, mask = pad(rows, "left")
+def padded(model: LT2ForCausalLM, rows: list[Tensor], n_loops: int, *, side: str) -> list[Tensor]:
+    ids, mask = pad(rows, side)
     logits = model(ids, attention_mask=mask, n_loops=n_loops).logits
     return [logits[i][mask[i].bool()] for i in range(len(rows))]
 
@@ -154,5 +149,9 @@ def pad(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 
 
 CALLS: dict[str, Callable[[LT2ForCausalLM, list[Tensor], int], list[Tensor]]] = {
-    call.__name__: call for call in (alone, batched, padded_right, padded_left, cached)
+    "alone": alone,
+    "batched": batched,
+    "padded_right": partial(padded, side="right"),
+    "padded_left": partial(padded, side="left"),
+    "cached": cached,
 }

@@ -28,7 +28,7 @@ from lt2.interop.transformers import LT2ForCausalLM
 from lt2.layout import loops_text
 from lt2.model import LoopedLM
 from lt2.packages import version_of
-from lt2.train.parallel import KEEP_FP32
+from lt2.train.parallel import cast_weights
 
 SCHEMA_VERSION = 1
 CERTIFICATE = "parity.json"
@@ -119,9 +119,7 @@ def load_wrapped(folder: str | Path) -> LT2ForCausalLM:
 def converted(model: LoopedLM, dtype: torch.dtype) -> LoopedLM:
     """A copy whose parameters are in dtype, but for those that rounding would spoil."""
     copied = copy.deepcopy(model)
-    for name, parameter in copied.named_parameters():
-        if name.rpartition(".")[2] not in KEEP_FP32:
-            parameter.data = parameter.data.to(dtype)
+    cast_weights(copied, dtype)
     return copied
 
 

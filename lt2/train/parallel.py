@@ -177,8 +177,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype | None
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """In place, all parameters but those of KEEP_FP32."""
-    for name, parameter in model.named_parameters():
-        if name.rsplit(".", 1)[-1] not in KEEP_FP32:
+    kept = set(_replicated_parameters(model))
+    for parameter in model.parameters():
+        if parameter not in kept:
             parameter.data = parameter.data.to(dtype)
 
 
