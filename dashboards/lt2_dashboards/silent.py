@@ -1,4 +1,4 @@
-"""Which runs are stalled: their last word is that they run, but they do not."""
+"""Which runs are stalled: their last record says that they run, but they have been silent, or their step has ended."""
 
 from __future__ import annotations
 

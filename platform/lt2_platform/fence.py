@@ -1,10 +1,11 @@
-"""What a process is told of a file that ends its right to write; `lt2_platform.storage` looks for it before each write.
+"""The fence: a file that, once it exists, forbids a process to write, because another has taken over its work.
 
-Imports nothing, so that whatever starts processes can pass it on.
+The process knows the file by an environment variable; `lt2_platform.storage` looks for it before each write. This
+module imports nothing, so that whatever starts processes can pass the variable on.
 """
 
 FENCE = "LT2_FENCE"
-"""The environment variable with the file's full path. Once it exists, another process has taken over the work."""
+"""The environment variable with the file's full path."""
 
 
 class OvertakenError(RuntimeError):

@@ -1,4 +1,7 @@
-"""How to make again what is damaged or gone: only its step makes a step's output, and only once."""
+"""What an error tells the user to do about a folder that is damaged or gone.
+
+A finished step does not run again, so where the folder is a step's output the step's record has to go first.
+"""
 
 from __future__ import annotations
 

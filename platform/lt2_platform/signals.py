@@ -1,4 +1,4 @@
-"""Signals stay with who asked for them: Ray puts handlers of its own in place and leaves them there."""
+"""Puts a process's own signal handlers back after Ray, which replaces them with its own and leaves these there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept(*numbers: signal.Signals) -> Iterator[None]:
-    """After the block these signals have the handlers that they had before, which also hear of one that ended it.
-    Handlers belong to the main thread; in any other one nothing can change them.
+    """After the block these signals have the handlers that they had before it. A signal that ended the block is given
+    to its handler too. Only the main thread can set handlers; in any other thread they are left as they are.
     """
     before = {number: signal.getsignal(number) for number in numbers}
     try:

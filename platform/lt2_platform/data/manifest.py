@@ -1,4 +1,5 @@
-"""What prepare says about its input: files and their documents, rows set aside, and nothing usable at all."""
+"""What prepare records about its input: files and their documents, and rows set aside; and its error where it found
+nothing usable."""
 
 from __future__ import annotations
 

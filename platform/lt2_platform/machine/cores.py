@@ -1,4 +1,4 @@
-"""Which of a machine's cores a process may use, and which share: of what runs side by side, each its part.
+"""How many of a machine's cores a process may use, and how processes that run side by side share them.
 
 More threads than cores are far worse than too few: PyTorch's wait by spinning, and two trainings with two threads each
 took ten times as long on two cores as with one thread each.

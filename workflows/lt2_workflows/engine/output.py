@@ -1,4 +1,4 @@
-"""Where an attempt's process leaves what it prints, to its last words."""
+"""The log of an attempt's process: all that it prints, up to why it ended."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def capture_output(storage: Storage, path: str) -> Callable[..., None]:
 
 
 def end_process(reason: str, last_words: Callable[[], None] = lambda: None, within_s: float = 1.0) -> None:
-    """End this process from any of its threads, after its last words, if they take no longer: others work meanwhile."""
+    """Kill this process, from any of its threads, once `last_words` is done or `within_s` is over.
+
+    The other threads go on working until then.
+    """
     print(f"lt2: attempt ended: {reason}", file=sys.stderr, flush=True)
     killed = threading.Timer(within_s, os.kill, (os.getpid(), signal.SIGKILL))
     killed.daemon = True

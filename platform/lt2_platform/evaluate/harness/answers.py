@@ -1,4 +1,4 @@
-"""Rows and their right answers: is there one, and, of multiple choice, is it among the choices?
+"""Checks of a task's data: that each row has a right answer and, in multiple choice, that it is among the choices.
 
 lm-eval warns of an answer that is no choice, scores the item as wrong and goes on; -1, the label of data without
 labels, it takes for the last choice. An empty answer is contained in whatever a model says.
