@@ -8,7 +8,7 @@ from typing import Any
 
 
 def python_sources(record: Any) -> Iterator[str]:
-    """Those that exist, as they are named."""
+    """The path of every `source` in a record that is an existing Python file, as it is written there."""
     if isinstance(record, dict):
         for key, item in record.items():
             yield from [item] if key == "source" and is_python_file(item) else python_sources(item)

@@ -79,7 +79,7 @@ def noting(root: str) -> Iterator[None]:
 
 
 def notes_root(method: Method) -> Method:
-    """`noting` the object's root around all of one of its methods."""
+    """A decorator: the method runs inside `noting(self.root)`."""
 
     @wraps(method)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ def out_of_reach(uri: str, error: BaseException) -> str:
 
 
 def reason(error: BaseException, root: str = "") -> str:
-    """Why, in the fewest words that tell it."""
+    """Why the storage failed, in a few words."""
     bucket = root.removeprefix("s3://").partition("/")[0]
     if _code(error) == "NoSuchBucket":
         return f"there is no bucket {bucket}"
@@ -174,17 +174,17 @@ def _root(error: BaseException) -> str | None:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Of the S3 server's answer; None where there was none."""
+    """The HTTP status of the S3 server's answer; None where there was none."""
     return _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
 
 
 def _answer(error: BaseException) -> dict[str, Any]:
-    """What the S3 server said."""
+    """The part of the S3 server's answer that describes the error; empty where there was none."""
     return _response(error).get("Error", {})
 
 
 def _response(error: BaseException) -> dict[str, Any]:
-    """Of the S3 server; s3fs raises an OSError from it."""
+    """The S3 server's answer: botocore's error has it, which s3fs wraps in an OSError."""
     cause = error if isinstance(error, ClientError) else error.__cause__
     return dict(cause.response) if isinstance(cause, ClientError) else {}
 

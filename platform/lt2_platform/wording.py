@@ -7,7 +7,7 @@ from typing import Any
 
 
 def one_line(error: BaseException) -> str:
-    """What it says, without line breaks; "" if it says nothing."""
+    """The error's message without line breaks; "" if it has none."""
     return " ".join(str(error).split())
 
 

@@ -31,7 +31,7 @@ def note(context: StepContext) -> dict[str, dict[str, str]]:
 
 
 def changes(context: StepContext, noted: Mapping[str, Mapping[str, str]]) -> str:
-    """In one line what is no longer as `noted`; "" for nothing."""
+    """One line on what has changed since it was `noted`; "" if nothing has."""
     now = note(context) if noted else {}
     told = [
         f"{part} in {uri} {'has other content' if part in now[uri] else 'is gone'}"

@@ -48,7 +48,7 @@ def _rows(key: str, config: Config, plain: dict[str, Any]) -> Iterator[tuple[str
 
 
 def _text(value: Any) -> str:
-    """As `--set` takes it."""
+    """The value as it is written after `--set key=`."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

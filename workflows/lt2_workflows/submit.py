@@ -190,7 +190,7 @@ def _exit_code(job: str, info: Any, write: Callable[[str], Any]) -> int:
 
 
 def _resuming(job: str, before: str, after: str) -> str:
-    """How to go on with a job, "" where it is none of ours."""
+    """The command that goes on with a job, between `before` and `after`; "" for a job that is not ours."""
     ours = ATTEMPT.fullmatch(job)
     return f"{before}`lt2 resume {ours['workflow']}`{after}" if ours else ""
 

@@ -178,7 +178,7 @@ def depth(
 
 
 def _no_depths(source: Source, task: str, metric: str) -> str:
-    """That there is nothing, and what there would be."""
+    """The message of an empty figure: there is nothing for this task, but for these others."""
     others = source.snapshot().query(
         "SELECT DISTINCT concat(task, ', ', metric) FROM evals WHERE name = 'depth' AND value IS NOT NULL ORDER BY 1"
     )

@@ -78,7 +78,7 @@ def _groups(snapshot: Snapshot, runs: list[tuple[str, float]]) -> dict[str, list
 
 
 def _spent(snapshot: Snapshot, runs: list[str]) -> dict[str, float]:
-    """By run the training FLOPs that its sweep has recorded of it."""
+    """{run: training FLOPs that its sweep has recorded}."""
     found = snapshot.query(
         "SELECT run, max(value) FROM evals WHERE name = 'sweep' AND metric = ? AND list_contains(?, run) GROUP BY run",
         [FLOPS, runs],

@@ -32,7 +32,7 @@ def sweep(source: Source, *, q: str = "", metric: str = "") -> Figure:
 
 
 def settings_of(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:
-    """By run and key a setting as text, and as a number if it is one."""
+    """{run: {key: (the setting as text, as a number if it is one)}}."""
     found = snapshot.query(
         "SELECT run, key, text, number FROM config WHERE list_contains(?, run) AND list_contains(?, key)", [runs, keys]
     )

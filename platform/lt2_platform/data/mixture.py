@@ -18,7 +18,7 @@ class Segment(NamedTuple):
 
 
 def whole(records: Sequence[dict[str, Any]], split: str) -> list[Segment]:
-    """Everything there is, in source order."""
+    """All tokens of every unit, in the order of the sources."""
     return [Segment(record["unit"], record["tokens"].get(split, 0)) for record in records]
 
 

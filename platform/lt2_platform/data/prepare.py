@@ -135,7 +135,7 @@ def _build(
     fingerprint: str,
     parallelism: int | None,
 ) -> dict[str, Any] | None:
-    """The manifest; None where another process has written it meanwhile."""
+    """Tokenise and write the shards. Returns the manifest, or None where another process has written it meanwhile."""
     file = _copy_tokenizer(config.tokenizer, storage)
     chosen = _job(config, tokenizer, file, storage, fingerprint, holdout_threshold(config.validation_fraction))
     records = _tokenize(work, chosen, parallelism)
@@ -171,7 +171,7 @@ def _build_live(
     fingerprint: str,
     parallelism: int | None,
 ) -> dict[str, Any] | None:
-    """As `_build`."""
+    """`_build` for a corpus that is tokenised while training: only the held-out units are tokenised now."""
     file = _copy_tokenizer(config.tokenizer, storage)
     work = listing.held_out_work()
     job = _job(config, tokenizer, file, storage, fingerprint, HASH_SPACE)  # every document of a held-out unit

@@ -110,7 +110,7 @@ def check_tokenizer(tokenizer: dict[str, Any], data: str, model: str) -> None:
 
 
 def same_tokenizer(tokenizer: dict[str, Any], found: dict[str, Any], data: str, model: str) -> None:
-    """The same, of the data's record of its tokenizer, `found`."""
+    """Raise ConfigError unless the model's `tokenizer` is `found`, the data's record of its own."""
     if found["sha256"] != tokenizer.get("sha256"):
         raise ConfigError(
             f"the model {model} was trained with tokenizer {tokenizer.get('name')!r}, {data} was prepared with "

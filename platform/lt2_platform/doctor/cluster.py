@@ -46,7 +46,7 @@ def nodes(storage: Storage) -> Iterator[Finding]:
 
 
 def told(name: str, resources: str, answer: dict[str, Any], root: str) -> Finding:
-    """What a node's answer (see `_task`) says beside this process."""
+    """The finding about a node from its answer (see `_task`), compared with this process."""
     if "missing" in answer:
         said = f"cannot import LT2 ({answer['missing']}); install it on every node, or submit jobs with lt2 submit"
         return Finding(PART, name, "PROBLEM", said)

@@ -45,7 +45,7 @@ def parity(mixer: str, device: torch.device) -> Finding:
 
 
 def _dtype(device: torch.device) -> torch.dtype:
-    """As training has it there."""
+    """The dtype in which training computes on `device` (precision "auto")."""
     return autocast_dtype("auto", device) or torch.float32
 
 

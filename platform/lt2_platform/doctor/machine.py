@@ -44,7 +44,7 @@ def cores(there: int, ours: int) -> Finding:
 
 
 def shared_memory(size: int, memory: int) -> Finding:
-    """Both in bytes; the memory as Ray counts it."""
+    """Whether /dev/shm has room for Ray's objects. size: of it, memory: the machine's as Ray counts it; in bytes."""
     said = f"{size / GIB:.1f} GiB in {SHARED_MEMORY}"
     needed = min(OBJECT_STORE * memory, ENOUGH)
     if size >= needed:
@@ -57,7 +57,7 @@ def shared_memory(size: int, memory: int) -> Finding:
 
 
 def disk(folder: str, total: int, used: int) -> Finding:
-    """Where Ray's logs and spilled objects go; in bytes."""
+    """Whether Ray can write to the disk of `folder`, where its logs and spilled objects go; sizes in bytes."""
     said = f"{(total - used) / GIB:.0f} of {total / GIB:.0f} GiB free in {folder}"
     if used < RAY_STOPS_AT * total:
         return Finding(PART, "temporary files", "ok", said)

@@ -106,7 +106,7 @@ def _notes(a: Answers, b: Answers, common: Sequence[Item]) -> Iterator[str]:
 
 
 def p_value(difference: np.ndarray, stderr: float) -> float:
-    """Of mean difference 0, two-sided; see `compare`."""
+    """The two-sided p-value of the hypothesis that the mean difference is 0; see `compare`."""
     # Differences that are all the same have no spread for a t-test (one item never has); their sign is still known.
     same = bool(np.ptp(difference) <= 1e-12 * np.abs(difference).max())
     if same or np.isin(difference, (-1.0, 0.0, 1.0)).all():
@@ -180,7 +180,7 @@ def standing_files(storage: Storage, paths: Sequence[str]) -> list[str]:
 
 
 def _record(storage: Storage, name: str) -> dict[str, Any]:
-    """What an evaluation says of itself; an empty one for none."""
+    """The record of an evaluation; one without rows where there is no such file."""
     if not storage.exists(name):
         return {"step": None, "rows": []}
     try:

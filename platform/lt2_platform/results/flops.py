@@ -44,7 +44,7 @@ def flops_per_token(config: Mapping[str, Any], step: int, tokens: float) -> floa
         return "its settings say no train.global_batch_size"
     data = config.get("data")
     seq_len = data.get("seq_len") if isinstance(data, Mapping) else None
-    if not isinstance(seq_len, int):  # of before runs said it
+    if not isinstance(seq_len, int):  # a run of a version that did not record it
         seq_len = max(1, round(tokens / (step * batch)))
     model, objective = (json.dumps(part, sort_keys=True) for part in (config.get("model"), train.get("objective")))
     return _of_model(model, objective, seq_len)
@@ -52,7 +52,7 @@ def flops_per_token(config: Mapping[str, Any], step: int, tokens: float) -> floa
 
 @lru_cache(maxsize=256)
 def _of_model(model: str, objective: str, seq_len: int) -> float | str:
-    """Of a model and what trains it by their settings as JSON."""
+    """Training FLOPs per token of a model and an objective, given as JSON, or why they cannot be counted."""
     from lt2.analysis.accounting import objective_flops  # brings torch, which readers of results do without
 
     asked: dict[str, Any] = json.loads(objective) or {}

@@ -58,13 +58,13 @@ class Layers:
     skipped: tuple[str, ...]  # unreadable tables
 
     def tables(self) -> Tables:
-        """Both layers as one."""
+        """The tables of the manifest with the journal laid over them."""
         newer = results_tables.tables(self.journal.runs.values(), self.journal.evals)
         return overlay(self.base, newer)
 
 
 def write_journal(storage: Storage, run: RunInfo) -> None:
-    """Replace the run's latest word."""
+    """Replace the run's entry in the journal."""
     storage.write_bytes(f"{JOURNAL}/{run.run_id}.json", run.to_json().encode())
 
 

@@ -61,7 +61,7 @@ def doctor(
 
 @contextmanager
 def removed_if_new(storage: Storage) -> Iterator[Storage]:
-    """A folder that only came to be by our looking goes again."""
+    """Remove the store's folder afterwards if it did not exist before the checks."""
     new = "://" not in storage.root and not os.path.exists(storage.root)
     yield storage
     if new:

@@ -189,7 +189,7 @@ def paper_table(
 
 
 def harness_config(suite: str, **fields: Any) -> HarnessConfig:
-    """Raises ConfigError for a suite that is not there."""
+    """The config for --suite: a suite's name, or tasks=NAME,NAME. Raises ConfigError for an unknown suite."""
     from lt2_platform.evaluate.config import HarnessConfig
     from lt2_platform.evaluate.harness.tasks.suites import suite_tasks
 

@@ -30,7 +30,7 @@ INFRASTRUCTURE_ERRORS = {
 
 
 def said(failure: BaseException, code: int) -> str:
-    """The one line that is told of it."""
+    """The one line that the user is told about a failure."""
     causes = list(_causes(failure))
     if code == BAD_INPUT:
         # The innermost: Ray's wrapper is a ConfigError too, but its message is a traceback.

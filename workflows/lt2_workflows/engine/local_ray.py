@@ -160,7 +160,7 @@ def _stop() -> None:
 
 
 def _said(error: Exception) -> str:
-    """What Ray says, up to the traceback that it may hold."""
+    """Ray's message, without the traceback that it may end with."""
     text = one_line(error).partition("Last connection error")[0].strip()
     return f"{text or type(error).__name__}"[:400]
 

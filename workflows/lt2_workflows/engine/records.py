@@ -117,7 +117,7 @@ class Lease:
 
     @property
     def fence(self) -> str:
-        """The lease of whoever takes over from us."""
+        """The path of the lease of the next attempt: once it exists, that attempt has taken over from this one."""
         return lease_path(self.folder, self.attempt + 1)
 
     def acquire(self) -> bool:

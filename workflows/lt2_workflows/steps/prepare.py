@@ -124,7 +124,7 @@ def contents(splits: dict[str, Any]) -> str:
 
 
 def shares(manifest: dict[str, Any]) -> str:
-    """Of a mixture, how often it has each source's tokens."""
+    """How many epochs of each of its sources a mixture has; empty for other data."""
     parts = [f"{part['source']} {part['epochs']:.2f}" for part in manifest.get("mixture", [])]
     return f"; epochs of {', of '.join(parts)}" if parts else ""
 

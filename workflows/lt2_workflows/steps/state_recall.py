@@ -31,7 +31,7 @@ def describe_state_recall(config: StateRecallStep, context: StepContext) -> str:
 
 
 def task(n: int, swaps: int) -> str:
-    """Of n bits: a stage has as many swaps, an opening says how many."""
+    """The name of a task of n bits; a stage has as many swaps as bits, and only other numbers are part of the name."""
     return f"state_recall_{n}" if n == swaps else f"state_recall_{n}_swaps_{swaps}"
 
 

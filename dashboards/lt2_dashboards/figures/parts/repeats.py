@@ -71,7 +71,7 @@ def _mean(group: list[Known], more: str) -> Mean:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes a run's model: its settings, flat, without the seeds."""
+    """A run's settings as one level of dotted keys, without the seeds."""
     return {key: value for key, value in flatten(config).items() if key.rpartition(".")[2] not in SEEDS}
 
 

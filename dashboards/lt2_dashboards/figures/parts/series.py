@@ -14,7 +14,7 @@ def line(name: str, data: list[Any], colour: int | None = None, **more: Any) -> 
 
 
 def points(name: str, data: list[Any], colour: int | None = None, **more: Any) -> dict[str, Any]:
-    """Single points, likewise."""
+    """A series of single points; arguments as of `line`."""
     return {"type": "scatter", "name": name, "data": data, **_tint(colour), **more}
 
 

@@ -62,7 +62,7 @@ class LivePlan:
     quarantine: str | None = None
 
     def unit(self, source: int, number: int) -> tuple[int, LiveUnit]:
-        """(index, slices) of a source's unit by its number through all epochs."""
+        """(index, slices) of the unit that is number `number` of a source, counted through all epochs."""
         epoch, place = divmod(number, len(self.units[source]))
         index = int(_unit_order(self.seed, epoch, source, len(self.units[source]))[place])
         return index, self.units[source][index]
@@ -102,7 +102,7 @@ class Lane:
         return Cursor(self.ready[0].unit, self.ready[0].row, self.offset) if self.ready else self.after
 
     def take(self) -> np.ndarray:
-        """The lane's next row, (width,) marked."""
+        """The lane's next row, (width,), as a marked stream (see lt2_platform.data.pack)."""
         parts, missing = [], self.plan.width
         while missing:
             while not self.ready:

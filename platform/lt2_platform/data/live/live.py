@@ -102,7 +102,7 @@ class LiveDataset:
 
 
 def write_cursors(position: int, lanes: int, parts: list[dict[str, Cursor]]) -> bytes:
-    """The file CURSORS: every rank's cursors at `position`."""
+    """The contents of the file CURSORS: every rank's cursors at `position`."""
     merged = {name: list(cursor) for part in parts for name, cursor in part.items()}
     return json.dumps({"position": position, "lanes": lanes, "cursors": merged}, sort_keys=True).encode()
 

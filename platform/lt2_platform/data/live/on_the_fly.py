@@ -109,7 +109,7 @@ def plan(config: PrepareConfig, files: Sequence[SourceFile], bad: Sequence[str] 
 
 
 def _joined(unit: Sequence[Slice]) -> LiveUnit:
-    """The same unit with neighbouring slices of a file made one."""
+    """The unit with each run of neighbouring slices of a file joined into one slice."""
     joined: list[Slice] = []
     for part in unit:
         if joined and joined[-1].file == part.file and joined[-1].stop == part.start:

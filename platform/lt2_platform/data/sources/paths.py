@@ -110,7 +110,7 @@ def _is_hidden(match: str, pattern: str) -> bool:
 
 
 def stdlib() -> Iterable[tuple[str, str]]:
-    """The same of the standard library of this Python."""
+    """(name, path) of every Python file of this Python's standard library."""
     root = sysconfig.get_paths()["stdlib"]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = []

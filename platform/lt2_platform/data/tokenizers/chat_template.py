@@ -105,7 +105,7 @@ def _parting(file: Path) -> Iterator[Fast]:
 
 
 def _told(file: Path, before: list[Any], after: list[Any]) -> Fast:
-    """before, after: normalizers around its own."""
+    """The tokenizer in `file`, told to split at CUT; before, after: normalizers to put around its own."""
     fast = Fast.from_file(str(file))
     split, own = pre_tokenizers.Split(CUT, "removed"), fast.pre_tokenizer
     fast.pre_tokenizer = split if own is None else pre_tokenizers.Sequence([split, own])

@@ -158,7 +158,7 @@ def label(task: str, config: HarnessConfig, chat: Chat | None, *, shots: int, us
 
 
 def framing(config: HarnessConfig, chat: Chat | None, tokenizer: Tokenizer) -> int:
-    """How many tokens a conversation of one question adds to it."""
+    """How many tokens more a question has when it is asked as a conversation."""
     if chat is None:
         return 0
     turns = [{"role": "system", "content": config.system}] if config.system else []

@@ -41,7 +41,7 @@ class Work:
     stop_ids: tuple[int, ...] = ()
 
     def key(self) -> str:
-        """Name of its answer, whoever gives it."""
+        """The name under which its answer is kept; it does not depend on who answers."""
         return sha256_of(asdict(self))[:32]
 
 
@@ -117,7 +117,7 @@ class Dispatcher:
 
     @property
     def device(self) -> str:
-        """The kind that answers, "cuda" or "cpu"."""
+        """The kind of device that answers, "cuda" or "cpu"."""
         if self.actors:
             return "cuda" if self._gpus() else "cpu"
         return this_device()
@@ -153,7 +153,7 @@ class Dispatcher:
             log.warning("old answers stay in %s/batches: %s", self.storage.root, error)
 
     def answers(self, missing: Sequence[tuple[str, Work]]):
-        """(name, answer) as they come."""
+        """Yield (name, answer) in the order in which they are answered."""
         if not missing:
             return
         if not self.actors:
@@ -178,7 +178,7 @@ class Dispatcher:
         yield from ActorPool(self.pool).map_unordered(ask, list(missing))
 
     def _gpus(self) -> int:
-        """Of each actor."""
+        """How many GPUs each actor takes: one where the cluster has any."""
         import ray
 
         return 1 if ray.cluster_resources().get("GPU", 0) else 0

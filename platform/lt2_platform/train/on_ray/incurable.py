@@ -16,7 +16,7 @@ def mistake(error: TrainingFailedError) -> ConfigError | None:
 
 
 class OncePolicy(DefaultFailurePolicy):
-    """Ray's own, but that mistakes are not tried again."""
+    """Ray's own policy, except that a `mistake` is not tried again."""
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         if mistake(training_failed_error) is not None:

@@ -92,7 +92,7 @@ def make(
 
 
 def drawing(name: str, length: int, seed: int, sources: Sources) -> tuple[Draw, int, int, str | None]:
-    """(draw, least and most units, what to say when the most are too few)."""
+    """(function that makes an item of so many units, fewest and most units, message if even the most are too few)."""
     if name == "ruler_vt":
         return lambda units, index: tracking(units, rng_of(seed, name, index)), HOPS + 1, length, None
     if name == "ruler_fwe":

@@ -47,7 +47,7 @@ def read_source(task: str, place: str) -> dict[str, pa.Table]:
 
 
 def split_names(task: str) -> dict[str, str]:
-    """What a source calls each split -> what a pack does."""
+    """{name of a split in the source: its name in a pack}."""
     names = {name: name for name in SPLITS}
     few_shot = UPSTREAM[task].few_shot if task in UPSTREAM else "train"
     return names if few_shot == "train" else {"validation": "validation", "test": "test", few_shot: "train"}

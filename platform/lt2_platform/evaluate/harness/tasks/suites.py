@@ -137,7 +137,7 @@ CHOICES: dict[str, Any] = {
 
 
 def generated(process_results: Any, new_tokens: int, until: list[str]) -> dict[str, Any]:
-    """Greedy continuations of {query}, scored by a function of ours."""
+    """The lm-eval config of a task whose greedy continuations of {query} `process_results` scores."""
     return {
         "output_type": "generate_until",
         "doc_to_text": "{{query}}",
