@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from lt2.config import ConfigError
 from lt2_platform.results.parts import read_many, unreadable
+from lt2_platform.results.store import NAME
 from lt2_platform.step_records import LEASE, parse
 from lt2_platform.storage import Storage
 
@@ -26,7 +26,6 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "time": (int, float),
     "ttl_s": (int, float),
 }
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class NotThereError(ConfigError):
@@ -35,7 +34,7 @@ class NotThereError(ConfigError):
 
 def is_name(name: Any) -> bool:
     """Whether `name` can be a folder of ours."""
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+    return isinstance(name, str) and NAME.fullmatch(name) is not None
 
 
 def checked(name: str) -> str:

@@ -36,11 +36,12 @@ from lt2_platform.results.writer import RunWriter
 from lt2_platform.step_records import NUMBER, parse
 from lt2_platform.storage import Storage
 
-__all__ = ["NOTE", "Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
+__all__ = ["NAME", "NOTE", "Curves", "ResultsStore", "RunInfo", "RunWriter", "differences", "flatten"]
 
 NOTE = "note"
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""What may name a run, an evaluation, a workflow or a step: a file name everywhere."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _column(values: list[Any]) -> pa.Array:
 
 def check_name(name: str, what: str) -> None:
     """Raise ConfigError unless `name` can be a file name everywhere: letters, digits, '.', '_' and '-', 1 to 128."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         shown = name if len(name) <= 40 else name[:40] + "…"
         raise ConfigError(
             f"{what} {shown!r}: use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit"

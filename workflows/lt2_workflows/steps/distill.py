@@ -23,6 +23,7 @@ from lt2_workflows.steps.pretrain import (
     TrainResources,
     check_evaluation,
     check_resources,
+    info_if_there,
     planned_model,
     train_options,
     training_places,
@@ -108,13 +109,8 @@ def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfi
 def planned_checkpoint(place: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
     """A model's config: of a checkpoint, or as far as the workflow or the Ouro folder it imports tells it."""
     if isinstance(place, str):
-        from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
-        from lt2_platform.train.checkpoints.integrity import CheckpointError
-
-        try:
-            return read_info(resolve(place)).model
-        except CheckpointError:  # a plan may be made before its inputs are
-            return None
+        info = info_if_there(place)
+        return None if info is None else info.model
     source = context.workflow.configs[place.step]
     if isinstance(source, ImportOuroStep):
         return source.model

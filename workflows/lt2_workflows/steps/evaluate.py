@@ -72,7 +72,7 @@ def _trained_templates(checkpoint: CheckpointRef | str, context: StepContext) ->
     """Those of the conversations that a checkpoint's data has, or will have; None where nothing tells yet."""
     from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
     from lt2_workflows.steps.distill import DistillStep
-    from lt2_workflows.steps.prepare import dataset_facts
+    from lt2_workflows.steps.prepare import data_templates
     from lt2_workflows.steps.pretrain import PretrainStep
 
     if isinstance(checkpoint, str):
@@ -80,7 +80,7 @@ def _trained_templates(checkpoint: CheckpointRef | str, context: StepContext) ->
     trained = context.workflow.configs[checkpoint.step]
     if not isinstance(trained, PretrainStep | DistillStep):
         return None
-    return dataset_facts(trained.data, context, vocab_size=1)["tokenizer"].get("chat_templates", [])
+    return data_templates(trained.data, context)
 
 
 @step_type(EvaluateStep, describe=describe_evaluate, places=evaluate_places, fits=check_fit)

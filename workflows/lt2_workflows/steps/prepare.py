@@ -139,6 +139,11 @@ def left_out(manifest: dict[str, Any]) -> str:
     return f"{quarantine['rows']:,} of {quarantine['rows'] + used:,} rows could not be used ({named}{more})"
 
 
+def data_templates(data: DatasetRef | str, context: StepContext) -> list[str]:
+    """The templates of the conversations in a dataset, by which a model trained on it can be asked."""
+    return dataset_facts(data, context, vocab_size=1)["tokenizer"].get("chat_templates", [])
+
+
 def dataset_facts(data: DatasetRef | str, context: StepContext, *, vocab_size: int | None) -> dict[str, Any]:
     """The dataset's manifest; before it is prepared, the part of it that its step's config determines.
 

@@ -28,11 +28,12 @@ from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Place, Resources, StepConfig, step_type
-from lt2_workflows.steps.prepare import dataset_facts
+from lt2_workflows.steps.prepare import data_templates, dataset_facts
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 from lt2_workflows.steps.task_inputs import check_templates, first_by_training, packs_of
 
 if TYPE_CHECKING:
+    from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo
     from lt2_workflows.steps.distill import DistillStep
 
 
@@ -112,7 +113,7 @@ def check_evaluation(config: PretrainStep | DistillStep, context: StepContext) -
     evaluation = config.resources.evaluation
     first = None if evaluation is None else first_by_training(evaluation.tasks)
     if first is not None:
-        known = dataset_facts(config.data, context, vocab_size=1)["tokenizer"].get("chat_templates", [])
+        known = data_templates(config.data, context)
         check_templates(f"resources.evaluation.tasks.{first}", known, "the model")
 
 
@@ -163,15 +164,19 @@ def first_step(config: PretrainStep, context: StepContext) -> int:
     if isinstance(config.continue_from, CheckpointRef):
         before = context.workflow.configs[config.continue_from.step]
         return before.train.steps if isinstance(before, PretrainStep) else 0
-    if config.continue_from is None:
-        return 0
+    before = None if config.continue_from is None else info_if_there(config.continue_from)
+    return 0 if before is None else before.state.step
+
+
+def info_if_there(place: str) -> CheckpointInfo | None:
+    """A checkpoint's description; None where there is none: a plan may be made before its inputs are."""
     from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
     from lt2_platform.train.checkpoints.integrity import CheckpointError
 
     try:
-        return read_info(resolve(config.continue_from)).state.step
-    except CheckpointError:  # a plan may be made before its inputs are
-        return 0
+        return read_info(resolve(place))
+    except CheckpointError:
+        return None
 
 
 def planned_model(config: PretrainStep, context: StepContext) -> tuple[ModelConfig, int]:

@@ -169,12 +169,11 @@ def resolve(uri: str) -> str:
     storage = Storage(uri)
     if storage.exists(COMPLETE):
         return storage.root
-    for folder in (storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")):
+    for folder in _places(storage):
         if names := complete(folder):
             return Storage(folder).join(names[-1])
     if storage.root.endswith("/best"):
-        run = Storage(storage.root.removesuffix("/best"))
-        for folder in (run.root, run.join("checkpoints"), run.join("out", "checkpoints")):
+        for folder in _places(Storage(storage.root.removesuffix("/best"))):
             if best := read_best(folder):
                 found = Storage(folder).join(best["checkpoint"])
                 if not Storage(found).exists(COMPLETE):
@@ -187,6 +186,11 @@ def resolve(uri: str) -> str:
         )
     advice = remaking(uri, "give a run's folder (steps/NAME-… under the storage root) or a checkpoint")
     raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}; {advice}")
+
+
+def _places(storage: Storage) -> tuple[str, ...]:
+    """Where checkpoints may lie in a folder that a user names: of checkpoints, of a run, or of a step."""
+    return storage.root, storage.join("checkpoints"), storage.join("out", "checkpoints")
 
 
 def intact(uri: str) -> str:
