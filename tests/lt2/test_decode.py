@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lt2 import decode
 from lt2.cache import Cache
-from lt2.config import ModelConfig
+from lt2.config import ActHalting, ModelConfig
 from lt2.decode import DecodeStep, Recording, merge_projections
 from lt2.generate import WORTH_RECORDING, generate
 from lt2.model import LoopedLM, build
@@ -151,6 +153,19 @@ def test_generation_by_replays_is_the_same_and_hooks_see_it(name, temperature, p
     assert counted == seen
 
 
+def test_a_step_is_recorded_on_cuda_where_it_is_asked_for_and_nothing_halts(monkeypatch):
+    halting = CONFIGS["full"].model_copy(update={"halting": ActHalting()})
+    steps = [(CONFIGS["full"], True, True), (CONFIGS["full"], False, True), (halting, True, True)]
+    found = []
+    for config, record, on_cuda in [*steps, (CONFIGS["full"], True, False)]:
+        model = build(config)
+        cache = model.init_cache(1, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros_like", lambda _, on_cuda=on_cuda: SimpleNamespace(is_cuda=on_cuda))
+            found.append(DecodeStep(model, cache, record=record).wanted)
+    assert found == [True, False, False, False]
+
+
 def test_few_tokens_are_not_worth_a_recording(pretended):
     generate(build(CONFIGS["gdn"], seed=3).eval(), PROMPTS, max_new_tokens=WORTH_RECORDING - 1)
     assert not pretended
@@ -225,7 +240,8 @@ def test_recording_leaves_the_cache_as_it_was(name, refused, idle_cuda, monkeypa
     model, plain = prefilled(CONFIGS[name], rows)
     _, cache = prefilled(CONFIGS[name], rows)
     step, expected = DecodeStep(model, cache), DecodeStep(model, plain)
-    runs, forward = [], model.forward
+    runs, said, forward = [], [], model.forward
+    monkeypatch.setattr(decode, "announce", lambda *told: said.append(told[-1]))
 
     def watched(*args, **kwargs):
         output = forward(*args, **kwargs)
@@ -239,6 +255,7 @@ def test_recording_leaves_the_cache_as_it_was(name, refused, idle_cuda, monkeypa
     recording = step.capture()
     assert runs == [14] * (2 if refused else 3), "each of them begins where the cache stood"
     assert (recording is None, step.wanted) == (refused, not refused)
+    assert said == ["called a synchronizing CUDA operation"] * refused
     assert (cache.used, cache.lengths.tolist()) == (13, [13, 13])
     monkeypatch.undo()
     step.wanted = False
