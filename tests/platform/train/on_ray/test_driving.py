@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
+from ray.train import ScalingConfig, WorkerGroupError
 
+from lt2.config import ConfigError
+from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
 from lt2_platform import storage_errors
 from lt2_platform.storage import Storage
-from lt2_platform.train import worker
+from lt2_platform.train import run_folder, worker
 from lt2_platform.train.on_ray import stopping, trainer
 from lt2_platform.train.on_ray.stopping import STOP_FILE, StopRequest
 from tests.platform.train.packed import write_dataset
-from tests.platform.train.test_worker import pretrain_config
+from tests.platform.train.test_worker import open_run, pretrain_config
 
 
 @pytest.fixture
@@ -68,22 +75,30 @@ def test_a_request_to_stop_gets_to_the_workers_once_it_is_made(tmp_path, monkeyp
     monkeypatch.setattr(stopping, "POLL_SECONDS", 0.01)
     storage, request, write = Storage(str(tmp_path)), StopRequest(), Storage.write_json
     storage.write_json(STOP_FILE, {"time": 0})  # an earlier attempt's
-    refused = []
+    read, written, looks = Storage.read_bytes, [], []
 
     def refusing(self, path, value):
-        if not refused:
-            refused.append(path)
+        written.append(path)
+        if len(written) == 1:
             raise EndpointConnectionError(endpoint_url="http://away")
         write(self, path, value)
 
+    def reading(self, path):
+        looks.append(path)
+        if len(looks) < 3:
+            raise EndpointConnectionError(endpoint_url="http://away")
+        return read(self, path)
+
     monkeypatch.setattr(Storage, "write_json", refusing)
+    monkeypatch.setattr(Storage, "read_bytes", reading)
     with stopping.conveyed(request, storage), stopping.requested(str(tmp_path)) as came:
         request.possible.set()
         assert not storage.exists(STOP_FILE)
         assert not came.is_set()
         request.asked.set()
         until(came.is_set)
-        assert refused == [STOP_FILE]
+        time.sleep(0.05)
+        assert written == [STOP_FILE] * 2, "once more, and then it is there"
         assert "could not be asked to save and stop (Could not connect" in caplog.text
         with stopping.requested(str(tmp_path)) as again:  # workers that take the place of others
             assert again.is_set()
@@ -142,3 +157,86 @@ def test_a_signal_while_evaluations_are_left_ends_them_at_once(tmp_path, monkeyp
     monkeypatch.setattr(trainer, "close_run", lambda spec, result: {})
     assert run(tmp_path, pretrain_config(steps=2), stop=stop, progress=heard.append) == {}
     assert possible == [True, True, False]
+
+
+def test_a_run_that_was_saved_goes_on_unless_its_caller_asked_for_it(tmp_path, monkeypatch, no_ray):
+    write_dataset(tmp_path / "data")
+    ends, fitted, request = [PreemptedError("saved"), {}, PreemptedError("saved as asked")], [], StopRequest()
+
+    def fit(trainer, *more):
+        fitted.append(trainer)
+        end = ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(trainer, "_fit", fit)
+    monkeypatch.setattr(trainer, "close_run", lambda spec, result: {"closed": True})
+    assert run(tmp_path, pretrain_config()) == {"closed": True}
+    request.asked.set()
+    with pytest.raises(PreemptedError, match="saved as asked"):
+        run(tmp_path, pretrain_config(), stop=request)
+    # Who can ask has a handler of Ctrl-C of its own.
+    assert fitted == [trainer.Trainer] * 2 + [trainer.CallersSignals]
+    Storage(str(tmp_path / "run")).write_json("summary.json", {"step": 6})
+    monkeypatch.setattr(run_folder.checkpoint, "resolve", lambda out: "newest")
+    assert run(tmp_path, pretrain_config()) == {"step": 6, "checkpoint": "newest"}
+    assert ends == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        ({"error": "diverged", "message": "step 2: loss nan"}, NonFiniteLossError("step 2: loss nan")),
+        ({"error": "preempted", "message": "saved"}, PreemptedError("saved")),
+        (ConfigError("shard 3 is damaged"), ConfigError("shard 3 is damaged")),
+        (OSError("no space"), WorkerGroupError("workers failed", {1: OSError("no space")})),
+    ],
+)
+def test_how_workers_ended_is_told_as_what_it_was(tmp_path, outcome, error):
+    def fit():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Ray does
+        if isinstance(outcome, Exception):
+            raise WorkerGroupError("workers failed", {1: outcome})
+        return SimpleNamespace(return_value=outcome)
+
+    before = signal.getsignal(signal.SIGINT)
+    scaling = ScalingConfig(num_workers=1)
+    with pytest.raises(type(error), match=str(error).splitlines()[0]):
+        trainer._fit(lambda *_, **__: SimpleNamespace(fit=fit), {}, Storage(str(tmp_path)), scaling, 1, 0)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("end", [None, PreemptedError("saved"), NonFiniteLossError("nan"), ConfigError("damaged")])
+def test_a_worker_returns_what_all_come_to_and_raises_what_may_be_its_own(tmp_path, monkeypatch, rank, end):
+    monkeypatch.setattr(trainer, "ray_notice", lambda: lambda: 0)
+    monkeypatch.setattr(trainer, "ray_sigterm", lambda: lambda: 0)
+    monkeypatch.setattr(trainer.ray.train, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: rank))
+    write_dataset(tmp_path / "data")
+    spec = open_run(tmp_path, pretrain_config())
+    Storage(spec.out).write_json(STOP_FILE, {})
+    given, sinks = {}, []
+    monkeypatch.setattr(trainer, "WandbSink", lambda *arguments: sinks.append(arguments) or nullcontext())
+    (tmp_path / "users").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def train(spec, **more):
+        given.update(more, stops=more["stop"](), folder=os.getcwd())
+        if end is not None:
+            raise end
+        return {"step": 6}
+
+    monkeypatch.setattr(worker, "run", train)
+    settings = {"spec": asdict(spec), "data_reader": "direct", "wandb": "online", "folder": str(tmp_path / "users")}
+    if isinstance(end, ConfigError):
+        with pytest.raises(ConfigError, match="damaged"):
+            trainer._work(settings)
+        return
+    said = {None: "summary", PreemptedError: "preempted", NonFiniteLossError: "diverged"}[end and type(end)]
+    returned = trainer._work(settings)
+    assert returned == ({"error": None, said: {"step": 6}} if end is None else {"error": said, "message": str(end)})
+    # Rank 0 alone looks whether it is asked to stop, and talks to the world.
+    assert (given["stops"], len(given["callbacks"])) == ((STOP, 2) if rank == 0 else (0, 0))
+    assert sinks[0][3] == ("online" if rank == 0 else "off")
+    assert (given["reader"], given["folder"]) == (None, str(tmp_path / "users"))

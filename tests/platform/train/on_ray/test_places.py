@@ -15,7 +15,12 @@ def cluster(monkeypatch):
 
     def make(*nodes, free=()):
         found = [
-            {"NodeID": f"{i}", "NodeManagerHostname": f"node{i}", "Alive": node is not None, "Resources": node or {}}
+            {
+                "NodeID": f"{i}",
+                "NodeManagerHostname": f"node{i}",
+                "Alive": node is not None,
+                "Resources": {"CPU": 99} if node is None else node,
+            }
             for i, node in enumerate(nodes)
         ]
         monkeypatch.setattr(ray, "nodes", lambda: found)
@@ -30,6 +35,8 @@ def test_places_are_counted_node_by_node(cluster):
     assert [places({"CPU": cpus}) for cpus in (0.5, 1, 1.5, 2, 3)] == [6, 3, 1, 1, 0]
     cluster({"CPU": 0.3})
     assert places({"CPU": 0.1}) == 3
+    cluster({"CPU": 0.29})  # times 10,000 a little less than 2,900
+    assert (places({"CPU": 0.29}), places({"CPU": 1e-5})) == (1, 2900)
     cluster({"CPU": 4, "GPU": 8}, {"CPU": 64}, {"CPU": 16, "GPU": 1})
     assert places({"CPU": 1, "GPU": 1}) == 5
 
@@ -53,6 +60,16 @@ def test_the_setting_to_lower_is_that_of_who_asks(cluster):
     cluster({"CPU": 2})
     with pytest.raises(ConfigError, match="lower cpus_per_actor or add nodes"):
         check_places(1, {"CPU": 4}, "--actors", per_worker="cpus_per_actor")
+
+
+def test_the_largest_node_is_that_with_most_gpus_and_a_head_without_cpus_cannot_be_asked_for_less(cluster):
+    cluster({"CPU": 64}, {"CPU": 4, "GPU": 1})
+    ray.nodes()[1]["NodeManagerHostname"] = ""
+    with pytest.raises(ConfigError, match="for 0; its largest node, 1, has 4 CPUs and 1 GPU; lower num_workers or"):
+        check_places(1, {"CPU": 1, "GPU": 2}, "num_workers")
+    cluster({"CPU": 0})
+    with pytest.raises(ConfigError, match="has 0 CPUs; lower num_workers or add nodes"):
+        check_places(1, {"CPU": 1}, "num_workers")
 
 
 def test_without_a_gpu_fewer_cpus_are_no_advice(cluster):

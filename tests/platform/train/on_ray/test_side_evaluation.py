@@ -14,6 +14,7 @@ from botocore.exceptions import EndpointConnectionError
 
 from lt2.config import ConfigError
 from lt2_platform import storage_errors
+from lt2_platform.evaluate import checkpoints as evaluation
 from lt2_platform.evaluate import diagnostics
 from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.results.store import ResultsStore
@@ -94,12 +95,19 @@ def test_what_the_cluster_can_never_do_is_refused(tmp_path, two_cpus):
 def test_a_table_over_depths_is_no_score_of_the_model_itself(trained, monkeypatch):
     monkeypatch.setattr(diagnostics, "SHORTEST", 6)  # documents of this dataset have 5 and 8 tokens
     name, tasks = checkpoints(trained.out)[-1], [PERPLEXITY, {"type": "diagnostics", "documents": 1}]
+    evaluate, states = evaluation.evaluate_checkpoint, []
+
+    def evaluating(*arguments, **more):
+        states.append(record(trained.out, name)["state"])
+        return evaluate(*arguments, **more)
+
+    monkeypatch.setattr(evaluation, "evaluate_checkpoint", evaluating)
     side_evaluation.evaluate(trained, plan(tasks=tasks, loops=[1, 2, 3]).model_dump(mode="json"), name, None)
     depths = defaultdict(set)
     for _, kind, row in ResultsStore(Storage(trained.storage_root)).index().evals:
         depths[kind].add(row["n_loops"])
     assert depths == {"training": {2}, "depth": {1, 2, 3}, "diagnostics": {2}}
-    assert record(trained.out, name)["state"] == "done"
+    assert [*states, record(trained.out, name)["state"]] == ["running", "done"]
 
 
 class NoRoom(SideEvaluations):
@@ -146,10 +154,12 @@ def test_an_evaluation_of_an_attempt_that_was_taken_over_writes_nothing(trained,
     """Its task lives on while the attempt's process stands still."""
     (tmp_path / "next").touch()
     monkeypatch.setenv(FENCE, str(tmp_path / "next"))
-    sent = []
-    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *arguments: sent.append(arguments)))
+    sent, needs = [], []
+    remote = SimpleNamespace(remote=lambda *arguments: sent.append(arguments))
+    task = SimpleNamespace(options=lambda **options: needs.append(options) or remote)
     monkeypatch.setattr(side_evaluation.ray, "remote", lambda function: task)
-    SideEvaluations(trained, plan(), gpus=0).start("step-00000002")
+    SideEvaluations(trained, plan(cpus=3), gpus=0.5).start("step-00000002")
+    assert needs == [{"num_cpus": 3, "num_gpus": 0.5, "name": "evaluate step-00000002"}]
     monkeypatch.setenv(FENCE, "")  # as in a worker
     with pytest.raises(OvertakenError):
         side_evaluation.evaluate(*sent[0])
@@ -176,6 +186,7 @@ def test_evaluations_wait_the_oldest_are_skipped_and_a_failed_one_costs_nothing_
         (names[0], "skipped"), (names[1], "skipped"), (names[3], "failed")
     ]  # fmt: skip
     assert checkpoints(trained.out) == names[2:]
+    assert caplog.text.count(" waits: ") == 1
 
 
 def test_a_task_that_is_beginning_does_not_wait_for_a_place(trained, monkeypatch, caplog):
@@ -264,8 +275,9 @@ def test_the_end_of_training_waits_for_a_store_that_is_away(trained, monkeypatch
 
 
 def test_a_run_that_fails_leaves_no_evaluation_behind(trained, monkeypatch):
-    side = NoRoom(trained)
-    monkeypatch.setattr(side, "_check_possible", lambda: None)
+    asked = []
+    monkeypatch.setattr(side_evaluation, "places", lambda request: asked.append(request) or 1)
+    side = NoRoom(trained, cpus=2)
 
     def train():
         with side:
@@ -274,4 +286,10 @@ def test_a_run_that_fails_leaves_no_evaluation_behind(trained, monkeypatch):
 
     with pytest.raises(RuntimeError, match="diverged"):
         train()
-    assert side.cancelled[-2:] == [f"step-{step:08d}" for step in (6, 8)]
+    assert asked == [{"CPU": 2}], "no GPU is no request"
+    names = [f"step-{step:08d}" for step in (6, 8)]
+    assert side.cancelled[-2:] == names
+    assert not side.thread.is_alive()
+    with NoRoom(trained):  # another attempt, whose training ends well
+        assert [record(trained.out, name)["state"] for name in names] == ["waiting"] * 2
+    assert [record(trained.out, name)["state"] for name in names] == ["failed"] * 2
