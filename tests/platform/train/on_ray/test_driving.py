@@ -18,6 +18,7 @@ from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
 from lt2_platform import storage_errors
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, worker
+from lt2_platform.train.config import TrainingEvaluation
 from lt2_platform.train.on_ray import stopping, trainer
 from lt2_platform.train.on_ray.stopping import STOP_FILE, StopRequest
 from tests.platform.train.packed import write_dataset
@@ -52,6 +53,7 @@ def test_where_training_goes_on_from_is_told_once_in_each_of_its_lives(tmp_path,
     storage.write_json("progress.json", {"began": 7, "step": 9, "steps": 10})  # an earlier attempt's
     lives = [(0, 1), (0, 2), (1000, 1001), (1000, 1002), (1000, 1001), (1000, 1003), (0, 4)]
     with trainer._followed(storage, heard.append):
+        assert not storage.exists("progress.json")
         for began, step in lives:
             count = len(heard)
             storage.write_json("progress.json", {"began": began, "step": step, "steps": 1200, "time": 1.0})
@@ -62,6 +64,22 @@ def test_where_training_goes_on_from_is_told_once_in_each_of_its_lives(tmp_path,
     assert heard == [
         each for (_, step), notices in zip(lives, told) for each in (*notices, {"step": step, "steps": 1200})
     ]
+
+
+def test_the_last_step_is_heard_of_however_seldom_anybody_looks(tmp_path):
+    storage, heard = Storage(str(tmp_path)), []
+    with trainer._followed(storage, heard.append):
+        storage.write_json("progress.json", {"began": 0, "step": 9, "steps": 9})
+    assert heard == [{"step": 9, "steps": 9}]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "use_gpu", "expected"), [(None, True, 1), (None, False, 0), (0.5, True, 0.5), (0, True, 0)]
+)
+def test_an_evaluation_takes_a_gpu_where_training_does(tmp_path, gpus, use_gpu, expected):
+    write_dataset(tmp_path / "data")
+    plan = TrainingEvaluation(every=2, gpus=gpus)
+    assert trainer._evaluated(open_run(tmp_path, pretrain_config()), plan, use_gpu).gpus == expected
 
 
 def until(condition):
