@@ -268,13 +268,9 @@ def reduce_replicated_gradients(sharding: Sharding | None) -> None:
 
 def gradient_square(model: nn.Module, sharding: Sharding | None) -> Tensor:
     """This rank's share of the squared gradient norm, fp64 scalar: summed over ranks it is the norm of the whole."""
-    sharded, whole = [], []
-    for parameter in model.parameters():
-        grad = parameter.grad
-        if isinstance(grad, DTensor):
-            sharded.append(grad.to_local())
-        elif grad is not None:
-            whole.append(grad)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    sharded = [local(grad) for grad in grads if isinstance(grad, DTensor)]
+    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
     # Every rank holds the same replicated gradients, so each contributes its part of them; so do the groups of a
     # hybrid mesh, which hold the same shards.
     ranks = 1 if sharding is None else sharding.mesh.size()
