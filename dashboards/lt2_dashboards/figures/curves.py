@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -109,20 +109,22 @@ def curves(
         notes.append(START_CUT)
     if metric == "loss":
         notes += mixed_losses(known.values())
-    title = (
-        "Training loss"
-        if metric == "loss" and not all(unit_of(metric, run.config) for run in known.values())
-        else _title(metric)
-    )
     more = [NAMES[x].partition(" (")[0]] if x in ("tokens", "flops") else []
     columns = ["run", "step", "hours", *more, "min", "mean", "max"]
     links = {START_CUT: {"full": "1"}}
     return Figure(
-        title, _option(series, metric, x, log, top), columns, lambda: _table(found, bool(more)), notes, links=links
+        _title(metric, known.values()),
+        _option(series, metric, x, log, top),
+        columns,
+        lambda: _table(found, bool(more)),
+        notes,
+        links=links,
     )
 
 
-def _title(metric: str) -> str:
+def _title(metric: str, runs: Collection[RunInfo]) -> str:
+    if metric == "loss" and not all(unit_of(metric, run.config) for run in runs):
+        return "Training loss"
     name, _, number = metric.rpartition("_")
     if number.isdecimal() and name in LOOP_TITLES:
         return LOOP_TITLES[name].format(int(number) + 1)

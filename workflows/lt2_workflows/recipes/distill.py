@@ -167,6 +167,8 @@ def distill_ouro_14b(data: str = "openthoughts") -> Workflow:
     train: dict[str, Any] = {"activation_checkpoint": True, "weight_decay": 0.1, "grad_clip": 1.0}
     logits = DistillConfig(k=64, temperature=1.0, rest_lr_scale=0.07)  # 7e-6 beside the mixers' 1e-4
     at_4k: dict[str, Any] = {"global_batch_size": 64, "micro_batch_size": 2, "lr": 1e-4, "warmup_steps": 20} | train
+    # 262,144 tokens a step: 600M
+    second = TrainConfig(objective=logits, steps=2289, checkpoint_every=200, **at_4k)
     stage: dict[str, Any] = {"teacher": teacher, "data": DatasetRef(step="prepare-4k"), "resources": gpus}
 
     def evaluation(name: str) -> EvaluateStep:
@@ -200,18 +202,9 @@ def distill_ouro_14b(data: str = "openthoughts") -> Workflow:
         ),
         **probes(OURO_LAYERS, student=aligned, train=TrainConfig(objective=logits, steps=40, **at_4k), **stage),
         "select": select(OURO_LAYERS, OURO_KEPT),
-        "stage2": DistillStep(
-            student=aligned,
-            kept=SelectionRef(step="select"),
-            # 262,144 tokens a step: 600M
-            train=TrainConfig(objective=logits, steps=2289, checkpoint_every=200, **at_4k),
-            **stage,
-        ),
+        "stage2": DistillStep(student=aligned, kept=SelectionRef(step="select"), train=second, **stage),
         "stage2-uniform": DistillStep(
-            student=aligned,
-            kept=uniform_layers(OURO_LAYERS, OURO_KEPT),
-            train=TrainConfig(objective=logits, steps=2289, checkpoint_every=200, **at_4k),
-            **stage,
+            student=aligned, kept=uniform_layers(OURO_LAYERS, OURO_KEPT), train=second, **stage
         ),
         "stage3": DistillStep(
             teacher=teacher,
