@@ -5,7 +5,6 @@ Shapes: B sequences, L positions, T loops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +21,7 @@ from lt2_platform.distill.run import check_tokenizer
 from lt2_platform.evaluate.config import HeldOut
 from lt2_platform.evaluate.validation import check_counted, chunks, held_out_rows
 from lt2_platform.machine.devices import this_device
+from lt2_platform.progress import Progress, silent
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.train.checkpoints import checkpoint
 
@@ -114,7 +114,7 @@ def one_shot_scores(
     teacher: str,
     data: str,
     *,
-    progress: Callable[[dict[str, Any]], None] = lambda values: None,
+    progress: Progress = silent,
     **options: Any,
 ) -> list[float]:
     """The final loop's KL with each single layer kept, in turn, and no training: a stage-1 student runs all of them.

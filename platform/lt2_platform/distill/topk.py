@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from lt2_platform.data.spread import some_ray, spread
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.units import ROW_GROUP
 from lt2_platform.distill.teacher import identity
+from lt2_platform.progress import Progress, silent
 from lt2_platform.remake import remaking
 from lt2_platform.storage import Storage, absolute
 from lt2_platform.storage_errors import is_of_the_store
@@ -66,7 +67,7 @@ def store_top_k(
     batch_size: int = 4,
     parallelism: int | None = None,
     num_gpus: float = 0,
-    progress: Callable[[dict[str, Any]], None] = lambda values: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Store the top-k of every training sequence of `data`; returns the manifest. Parts that are there are kept.
 

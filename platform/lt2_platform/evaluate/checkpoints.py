@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lt2_platform.evaluate.config import HarnessConfig, TaskConfig, depth_name
 from lt2_platform.evaluate.tasks import TaskContext, named, run_tasks
 from lt2_platform.json_values import finite
 from lt2_platform.machine.devices import this_device
+from lt2_platform.progress import Progress, silent
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
 
@@ -55,7 +56,7 @@ def evaluate_checkpoint(
     out: str,
     loops: Sequence[int] = (),
     actors: int = 0,
-    progress: Callable[[dict[str, Any]], None] = lambda values: None,
+    progress: Progress = silent,
 ) -> Evaluated:
     """Run tasks on a checkpoint (or the newest one of a run), on a GPU if there is one.
 
@@ -95,7 +96,7 @@ def evaluate_anything(
     out: str,
     loops: Sequence[int] = (),
     actors: int = 0,
-    progress: Callable[[dict[str, Any]], None] = lambda values: None,
+    progress: Progress = silent,
 ) -> Evaluated:
     """`evaluate_checkpoint` without packed data; `place` may also be an HF model folder or a .gguf file.
 

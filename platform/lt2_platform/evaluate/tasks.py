@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.config import TaskConfig, check_depths, depth_name
+from lt2_platform.progress import Progress
 
 Task = TypeVar("Task", bound=TaskConfig)
 
@@ -39,7 +40,7 @@ class TaskContext:
     tokenizer: Tokenizer
     dataset: PackedDataset | None
     out: str
-    progress: Callable[[dict[str, Any]], None]
+    progress: Progress
     actors: int = 0
 
 

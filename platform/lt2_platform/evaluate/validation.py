@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_recorded
 from lt2_platform.evaluate.config import HeldOut, PerplexityConfig
 from lt2_platform.evaluate.tasks import TaskContext
+from lt2_platform.progress import Progress, silent
 
 
 def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskContext) -> list[dict[str, Any]]:
@@ -55,7 +56,7 @@ def perplexity(
     document_mask: bool = False,
     held_out: HeldOut = "all",
     vote: bool = False,
-    progress: Callable[[dict[str, Any]], None] = lambda values: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood (nats) over every predicted token of the split, pads excluded.
 

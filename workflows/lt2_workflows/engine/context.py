@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
+from lt2_platform.progress import Progress, silent
 from lt2_platform.train.on_ray.stopping import StopRequest
 from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Ref, Step, Workflow
@@ -27,7 +27,7 @@ class StepContext:
     storage: Storage
     workflow: Workflow
     step: Step
-    progress: Callable[[dict[str, Any]], None] = lambda values: None
+    progress: Progress = silent
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property

@@ -23,6 +23,7 @@ from lt2_platform.evaluate.harness.models import ModelSource, load
 from lt2_platform.evaluate.harness.scoring import Pair, Scorer
 from lt2_platform.json_values import sha256_of
 from lt2_platform.machine.devices import this_device
+from lt2_platform.progress import Progress
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS
 
@@ -122,7 +123,7 @@ class Dispatcher:
             return "cuda" if self._gpus() else "cpu"
         return this_device()
 
-    def run(self, works: Sequence[Work], progress: Callable[[dict[str, Any]], None]) -> list[list[Any]]:
+    def run(self, works: Sequence[Work], progress: Progress) -> list[list[Any]]:
         """The results of each batch, in order; what `out` already holds is not asked again."""
         names = [f"batches/{self.kept}/{work.key()}.json" for work in works]
         # Read once: another evaluation that ends, of other code, may remove them.

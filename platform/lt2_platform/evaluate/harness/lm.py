@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -17,6 +17,7 @@ from lt2_platform.evaluate.harness.chat import Chat, Conversation
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work, batched
 from lt2_platform.evaluate.harness.scoring import Pair
 from lt2_platform.evaluate.harness.votes import Voted
+from lt2_platform.progress import Progress, silent
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class HarnessLM(TemplateLM):
         *,
         max_length: int,
         batch_size: int,
-        progress: Callable[[dict[str, Any]], None] = lambda values: None,
+        progress: Progress = silent,
         chat: Chat | None = None,
     ):
         super().__init__()

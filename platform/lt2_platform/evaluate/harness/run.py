@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lt2.config import ConfigError, ModelConfig, RandomLayout
@@ -21,6 +21,7 @@ from lt2_platform.evaluate.harness.tasks.definitions import Definition, define
 from lt2_platform.evaluate.harness.tasks.suites import suite_tasks
 from lt2_platform.evaluate.harness.votes import Voted, decided_by_vote
 from lt2_platform.evaluate.tasks import TaskContext, cost
+from lt2_platform.progress import Progress, silent
 from lt2_platform.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def evaluate(
     scorer: Scorer,
     looped: ModelConfig | None = None,
     actors: int = 0,
-    progress: Callable[[dict[str, Any]], None] = lambda values: None,
+    progress: Progress = silent,
 ) -> list[dict[str, Any]]:
     """Rows {task, metric, value, stderr, n, limit, num_fewshot, split, …}; also of what could not be scored as asked.
 

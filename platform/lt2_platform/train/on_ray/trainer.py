@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
 from lt2_platform.fence import FENCE
 from lt2_platform.machine.cores import share
+from lt2_platform.progress import Progress
 from lt2_platform.signals import kept
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
@@ -49,7 +50,6 @@ __all__ = ["PretrainConfig", "pretrain"]
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[dict[str, Any]], None]
 POLL_SECONDS = 0.5
 
 
