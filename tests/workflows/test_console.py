@@ -44,6 +44,8 @@ def test_without_a_terminal_progress_is_sparse_lines():
     for step in range(50):
         console.say(progress(step=step, steps=50))
     assert stream.getvalue() == "pretrain   step 0/50\n"
+    console.say(progress(step=7, steps=9) | {"step": "other"})  # which runs beside it
+    assert stream.getvalue().endswith("other      step 7/9\n")
     console.say(progress(waiting="waiting for 2 places"))  # said once, so it is always shown
     assert stream.getvalue().endswith("pretrain   waiting for 2 places\n")
 

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from lt2_platform.json_values import finite
 
-LOG_EVERY_S = 10.0  # without a terminal, progress is one line now and then
+LOG_EVERY_S = 10.0  # without a terminal, a step's progress is one line now and then
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Console:
     stream: TextIO = field(default_factory=lambda: sys.stderr)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _progress_shown: int = 0
-    _last_progress: float = 0.0
+    _last_progress: dict[str, float] = field(default_factory=dict)
 
     def say(self, event: dict[str, Any]) -> None:
         with self._lock:
@@ -39,9 +39,13 @@ class Console:
             self.stream.write("\r" + line.ljust(self._progress_shown))
             self.stream.flush()
             self._progress_shown = len(line)
-        elif "waiting" in event["values"] or time.monotonic() - self._last_progress > LOG_EVERY_S:
-            self._last_progress = time.monotonic()
+        elif "waiting" in event["values"] or self._due(event["step"]):
+            self._last_progress[event["step"]] = time.monotonic()
             print(line, file=self.stream, flush=True)
+
+    def _due(self, step: str) -> bool:
+        """Of each step by itself: beside one that says much, another would never be heard of."""
+        return time.monotonic() - self._last_progress.get(step, -LOG_EVERY_S) >= LOG_EVERY_S
 
     def clear(self) -> None:
         """Take a progress line off the terminal, before anything else is printed there."""
