@@ -272,23 +272,29 @@ class HubTokenizer:
         self.sha256 = hashlib.sha256(content).hexdigest()
         # Not their number: ids may have gaps, and a model has a row for each up to the largest.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        eos = self._id(settings.get("eos_token"), self._EOS)
+        bos, eos = self._id(settings, "bos", self._BOS, spec), self._id(settings, "eos", self._EOS, spec)
         if eos is None:
             raise ConfigError(
                 f"tokenizer {spec} names no end-of-text token; put a tokenizer_config.json with eos_token beside it"
             )
-        self.bos_id, self.eos_id = self._id(settings.get("bos_token"), self._BOS), eos
-        pad = self._id(settings.get("pad_token"), self._PAD)
+        self.bos_id, self.eos_id = bos, eos
+        pad = self._id(settings, "pad", self._PAD, spec)
         self.pad_id = eos if pad is None else pad
 
     @property
     def vocabulary(self) -> str:
         return vocabulary_sha256(self._tokenizer.get_vocab(with_added_tokens=True))
 
-    def _id(self, named: str | dict[str, Any] | None, usual: Sequence[str]) -> int | None:
+    def _id(self, settings: dict[str, Any], kind: str, usual: Sequence[str], spec: str) -> int | None:
+        named = settings.get(f"{kind}_token")
         token = named.get("content") if isinstance(named, dict) else named
         found = (self._tokenizer.token_to_id(name) for name in ((token,) if token else usual))
-        return next((index for index in found if index is not None), None)
+        index = next((index for index in found if index is not None), None)
+        if token and index is None and kind != "pad":  # nothing is padded in training
+            raise ConfigError(
+                f"tokenizer {spec} has no token {token!r}, which tokenizer_config.json beside it names as {kind}_token"
+            )
+        return index
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -179,6 +179,8 @@ def test_a_model_has_a_row_for_the_largest_id_where_ids_have_gaps(tmp_path):
         ("{bad", r"tokenizer_config\.json, beside the tokenizer, is no JSON object \(.*\); mend or remove it"),
         ("[]", r"tokenizer_config\.json, beside the tokenizer, is no JSON object \(.*\); mend or remove it"),
         ('{"eos_token": ["</s>"]}', r"bos_token, eos_token and pad_token are each a text or null"),
+        ('{"eos_token": "<end>"}', r"has no token '<end>', which tokenizer_config\.json beside it names as eos_token"),
+        ('{"bos_token": {"content": "<b>"}}', r"has no token '<b>', which .* names as bos_token"),
     ],
 )
 def test_damaged_settings_beside_a_tokenizer(hub_path, tmp_path, content, message):
