@@ -242,7 +242,8 @@ def load_manifest(uri: str) -> dict[str, Any]:
     try:
         manifest = storage.read_json(MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        advice = remaking(uri, "run prepare with this folder as out")
+        step = storage.exists(f"out/{MANIFEST}")
+        advice = f"give {storage.join('out')}" if step else remaking(uri, "run prepare with this folder as out")
         raise ConfigError(f"{uri} is not a finished dataset (no {MANIFEST}); {advice}") from error
     except ValueError as error:
         advice = remaking(uri, "prepare it again in another folder")

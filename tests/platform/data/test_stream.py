@@ -224,6 +224,8 @@ def test_the_dataset_of_a_step_is_made_again_by_its_workflow(dataset_path, tmp_p
     (damaged / PackedDataset(str(damaged)).paths[0]).unlink()
     (step / "spec.json").write_text("{}")
     (step / "done.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"{step} is not a finished dataset .*; give {damaged}$"):
+        PackedDataset(str(step))  # the folder of a run's step would do
     advice = rf"; remove the finished step's folder \(rm -r {step}\) and run its workflow again$"
     with pytest.raises(ConfigError, match=rf"is damaged .*{advice}"):
         PackedDataset(str(damaged)).verify()
