@@ -212,7 +212,8 @@ def test_a_step_elsewhere_is_shown_as_lost_only_when_no_ordinary_clock_explains_
     lease = ELSEWHERE | {"beat": 1, "time": records.time.time() - age}
     storage.write_json("steps/a-1/attempts/1/lease.json", lease)
     storage.write_json("steps/a-1/attempts/1/state.json", {"state": "running"})
-    assert step_state(storage, "steps/a-1")["state"] == state
+    shown = step_state(storage, "steps/a-1")
+    assert (shown["state"], shown["ended"]) == (state, lease["time"] if state == "lost" else None)
     here = lease | this_process()  # alive, but silent by our own clock
     storage.write_json("steps/a-1/attempts/1/lease.json", here)
     assert step_state(storage, "steps/a-1")["state"] == ("running" if age < 60 else "lost")

@@ -227,7 +227,10 @@ class Events:
 
 
 def step_state(storage: Storage, folder: str) -> dict[str, Any]:
-    """What `lt2 status` says of a step: {"state", "attempt", "error", "log", "ended"}; states as of `attempt_state`."""
+    """What `lt2 status` says of a step: {"state", "attempt", "error", "log", "ended"}; states as of `attempt_state`.
+
+    A lost one ended with its last sign of life.
+    """
     attempt = last_attempt(storage, folder)
     log = storage.join(folder, f"attempts/{attempt}/log") if attempt else None
     done = read_record(storage, f"{folder}/done.json")
@@ -245,6 +248,8 @@ def step_state(storage: Storage, folder: str) -> dict[str, Any]:
         if storage.is_file(f"{folder}/done.json"):
             return step_state(storage, folder)
         shown = "waiting"
+    if shown == "lost" and lease is not None:  # nobody wrote down when
+        known["ended"] = lease["time"]
     return {"state": shown, "attempt": attempt, **known, "log": log}
 
 
