@@ -15,6 +15,7 @@ from lt2_workflows.engine.executor import Outcome
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.sweeps import trial
 from lt2_workflows.sweeps.step import run_shared
+from lt2_workflows.sweeps.tune import TrialRecords
 from tests.workflows.conftest import FAKE_STEPS
 
 CHAIN = load_workflow(f"{FAKE_STEPS}:chain")
@@ -56,10 +57,21 @@ def test_a_report_is_the_mean_of_the_last_ten_losses_of_the_step_that_is_watched
     again = progress("second", step=12, loss=0.0)  # a step that was reported is not reported again
     found, reports = drive(DONE, [*others, *events, again])
     assert reports == [
-        {"step": number, "loss": pytest.approx(sum(losses[:number][-10:]) / min(number, 10))} for number in range(1, 13)
+        {"step": number, "loss": pytest.approx(sum(losses[:number][-10:]) / min(number, 10)), "logged": loss}
+        for number, loss in enumerate(losses, 1)
     ]
     metrics = {f"{name}/size": 7 for name in CHAIN.configs}
     assert found == {"state": "done", "error": None, "log": None, "run": "third", "metrics": metrics}
+
+
+def test_what_is_said_of_a_trial_is_the_loss_it_logged(tmp_path):
+    said: list = []
+    context = SimpleNamespace(storage=Storage(str(tmp_path)), progress=said.append)
+    records = TrialRecords(SimpleNamespace(expanded=[]), context, "out/trials")  # type: ignore[arg-type]
+    a = SimpleNamespace(config={"trial": "a"})
+    records.on_trial_result(1, [a], a, {"step": 1200, "loss": 6.5, "logged": 6.25})
+    assert records.last == {"a": {"step": 1200, "loss": 6.25}}
+    assert said[-1]["message"] == "a: training step 1,200, loss 6.2500"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ Report = Callable[[dict[str, Any]], None]
 def run_trial(config: dict[str, Any], jobs: dict[str, dict[str, Any]]) -> None:
     """A Tune trainable. `config["trial"]` names one of `jobs`, plain JSON that `lt2_workflows.sweeps.step` makes.
 
-    Reports {"step", "loss"} of the job's watched step and at the end {"outcome": as `outcome` returns it}.
+    Reports {"step", "loss", "logged"} of the job's watched step, the mean of the last SMOOTHED losses and the last of
+    them, and at the end {"outcome": as `outcome` returns it}.
     """
     from ray import tune
 
@@ -76,7 +77,7 @@ def drive(
         recent.append(values["loss"])
         if values["step"] > seen and time.monotonic() - reported >= REPORT_SECONDS:
             seen, reported = values["step"], time.monotonic()
-            report({"step": seen, "loss": sum(recent) / len(recent)})
+            report({"step": seen, "loss": sum(recent) / len(recent), "logged": values["loss"]})
     if "raised" in found:
         raise found["raised"]
     return outcome(workflow, storage, found)

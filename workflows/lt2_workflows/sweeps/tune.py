@@ -119,8 +119,8 @@ class TrialRecords(tune.Callback):
         if "outcome" in result:
             self.outcomes[_name(trial)] = result["outcome"]
         elif "loss" in result:
-            self.last[_name(trial)] = {"step": result["step"], "loss": result["loss"]}
-            self._say(f"{_name(trial)}: training step {result['step']:,}, loss {result['loss']:.4f}")
+            self.last[_name(trial)] = {"step": result["step"], "loss": result["logged"]}  # a mean is for schedulers
+            self._say(f"{_name(trial)}: training step {result['step']:,}, loss {result['logged']:.4f}")
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         stopped = {"state": "stopped", "error": None, "log": None, "run": None, "metrics": {}}
