@@ -27,10 +27,10 @@ def sweep_workflow(name: str, set_: list[str], grid: list[str], seeds: str | Non
     preset, word, recipes = f"sweep_{name}", name.partition(":")[0], shipped_recipes()
     if word.isidentifier() and word not in {*SHIPPED, *recipes}:
         raise ConfigError(f"unknown recipe {word!r}{nearest(word, [*SHIPPED, *recipes])}")
-    if preset.partition(":")[0] in recipes:
-        record = load_workflow(preset).record()
+    base = load_workflow(preset if preset.partition(":")[0] in recipes else name)
+    if [(step, config.type) for step, config in base.configs.items()] == [("sweep", "sweep")]:
+        record = base.record()
     else:
-        base = load_workflow(name)
         if not grid and seeds is None:
             raise ConfigError(f"{name} is not a sweep ({', '.join(SHIPPED)}); give --grid or --seeds as well")
         raw = {"type": "sweep", "steps": base.record()["steps"], "seed_keys": seed_keys(base)}
