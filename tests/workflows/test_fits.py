@@ -49,6 +49,20 @@ def told(workflow: Workflow, storage: Storage) -> str:
     return str(ran.value)
 
 
+def test_one_perplexity_does_not_hide_another_of_the_same_run(tmp_path: Path, storage: Storage):
+    def both(**task: Any) -> Workflow:
+        record = made(tmp_path, tasks=[{"type": "perplexity"}]).record()
+        steps: Any = record["steps"]
+        steps["prepare-long"] = steps["prepare"] | {"seq_len": 256}
+        more = {"data": {"step": "prepare-long"}, "tasks": [{"type": "perplexity", **task}]}
+        steps["evaluate-long"] = steps["evaluate"] | more
+        return workflow_from_record(record, source="test")
+
+    said = told(both(), storage)
+    assert said.startswith("evaluate: tasks: step evaluate-long has a perplexity of the same run on other text")
+    describe_plan(both(name="perplexity-long"), storage)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

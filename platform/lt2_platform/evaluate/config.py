@@ -48,10 +48,14 @@ AnyTask = Annotated[SerializeAsAny[TaskConfig], BeforeValidator(TaskConfig.read)
 
 
 class PerplexityConfig(TaskConfig):
-    """Loss (nats per token) and perplexity on the held-out split of the data."""
+    """Loss (nats per token) and perplexity on the held-out split of the data.
+
+    `name` stands in results in place of "perplexity": where a run is evaluated on several datasets, say.
+    """
 
     module: ClassVar[str] = "lt2_platform.evaluate.validation:perplexity_rows"
     type: Literal["perplexity"] = "perplexity"
+    name: str | None = Field(default=None, pattern=r"^[\w.+-]+$")
     batch_size: int = Field(default=8, ge=1)
     max_sequences: int | None = Field(default=None, ge=1)
     document_mask: bool = False

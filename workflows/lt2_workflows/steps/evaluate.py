@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lt2.config import ConfigError
 from lt2_platform.evaluate.config import AnyTask, Depths, HarnessConfig, PerplexityConfig, ThroughputConfig
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
@@ -56,7 +57,9 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
 
 
 def check_fit(config: EvaluateStep, context: StepContext) -> None:
-    """Raise ConfigError where a task asks by the template of a training that had none, or several."""
+    """Raise ConfigError where a task asks by the template of a training that had none, or several, and where one
+    perplexity of a run would hide another."""
+    check_names(config, context)
     first = first_by_training(config.tasks)
     known = None if first is None else _trained_templates(config.checkpoint, context)
     if known is None:
@@ -66,6 +69,27 @@ def check_fit(config: EvaluateStep, context: StepContext) -> None:
     else:
         model = config.checkpoint
     check_templates(f"tasks.{first}", known, model)
+
+
+def check_names(config: EvaluateStep, context: StepContext) -> None:
+    """Of a run's results of one name one counts: two perplexities on different text must not share it."""
+    own = _perplexities(config)
+    for step, other in context.workflow.configs.items():
+        if not isinstance(other, EvaluateStep) or other.checkpoint != config.checkpoint:
+            continue
+        for name, found in _perplexities(other).items():
+            if name in own and own[name] != found:
+                raise ConfigError(
+                    f"tasks: step {step} has a {name} of the same run on other text or by other settings, and results "
+                    f"would show one of the two; give one a name of its own (tasks: [{{type: perplexity, name: …}}])"
+                )
+
+
+def _perplexities(config: EvaluateStep) -> dict[str, Any]:
+    from lt2_platform.evaluate.tasks import named
+
+    tasks = {name: task for name, task in named(config.tasks) if isinstance(task, PerplexityConfig)}
+    return {name: (config.data, task.model_copy(update={"batch_size": 1})) for name, task in tasks.items()}
 
 
 def _trained_templates(checkpoint: CheckpointRef | str, context: StepContext) -> list[str] | None:
