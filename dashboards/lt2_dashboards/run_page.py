@@ -68,8 +68,8 @@ def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
     """Several runs: the settings that differ, those that do not, and their last values side by side."""
     snapshot = source.snapshot()
     runs = compared(source, snapshot, run_ids)
-    # A model from elsewhere has no settings here: it is not what makes those of the others differ.
-    trained = [run for run in runs if run.state != "evaluated"]
+    # A model from elsewhere is not what makes the settings of the others differ.
+    trained = [run for run in runs if not run.elsewhere] or runs
     at = moment(source)
     differs = differences({run.run_id: run.config for run in trained})
     flat = {run.run_id: flatten(run.config) for run in runs}

@@ -126,6 +126,7 @@ def test_what_remains_is_reckoned_from_the_last_steps(store, client):
 
 def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
     add_run(store, "ours", start=time.time())
+    store.create_run("step", {"config": {"evaluated": "folder"}}).close()  # of a recipe that evaluated a folder
     for run, value in (("ours", 0.5), ("eval-SmolLM-1234", 0.75)):
         store.log_eval(run, "validation", [{"task": "piqa", "metric": "acc", "value": value}])
     found = body(client.get("/api/runs/eval-SmolLM-1234"))
@@ -137,6 +138,7 @@ def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
     assert (compared["differs"], compared["same"]["train.lr"]) == ([], "0.001")
     assert body(client.get("/api/significance?runs=ours,eval-SmolLM-1234"))["pairs"] == {}
     assert client.get("/api/runs/eval-other").status_code == 404
+    assert [body(client.get(f"/api/compare?runs={runs}"))["differs"] for runs in ("step,ours", "step")] == [[], []]
 
 
 def test_a_setting_that_is_null_in_one_run_and_missing_in_another_does_not_differ(store, client):

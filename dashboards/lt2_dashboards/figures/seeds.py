@@ -114,9 +114,11 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
     names, labels, needed = short_names(keys), [], _needed(rows, keys)
     for row in rows:
         said = ((key, text) for key, text in zip(keys, row) if key in needed and text not in ("null", "not set"))
-        # A kind says by itself what it is of, and there is little room: "hybrid, full, gdn, ratio=1:4".
+        # A kind says by itself what it is of, and there is little room: "hybrid, full, gdn, ratio=1:4"; an exit gate
+        # and its objective are called alike.
         words = dict.fromkeys(text if key.endswith(".type") else f"{names[key]}={text}" for key, text in said)
-        label = ", ".join(words) or "all settings"  # an exit gate and its objective are called alike
+        # A model from elsewhere has no settings.
+        label = ", ".join(words) or (row[-1] if len(rows) > 1 else "all settings")
         labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
     data, ends = [], []
     for label, (n, mean, deviation, p_value, *_) in zip(labels, (row[len(keys) :] for row in rows)):

@@ -172,13 +172,15 @@ class ResultsStore:
         """Rows {run, step, metric, value, unit, counts, config}: the last value of every metric, summaries and
         evaluations.
 
-        runs: only theirs. `config` holds only what differs between the runs; `unit` is "" where there is none;
+        runs: only theirs. `config` holds only what differs between the runs that were trained here, and of models from
+        elsewhere where they are; `unit` is "" where there is none;
         `counts` is False of an evaluation that another of the same name stands above (`repeats.standing`).
         index: as it was read before; None reads it.
         """
         index = index or self.index()
         chosen = [run for run in index.runs if runs is None or run in runs]
-        differs = differences({run: index.runs[run].config for run in chosen})
+        elsewhere = {run: flatten(index.runs[run].config) for run in chosen if index.runs[run].elsewhere}
+        differs = differences({run: index.runs[run].config for run in chosen if run not in elsewhere}) | elsewhere
         return [
             {"run": run, **row, "config": differs.get(run, {})}
             for run, row in result_rows(index)

@@ -62,6 +62,11 @@ class RunInfo:
     last: dict[str, tuple[int, float]] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is a model that no run of this store trained: it has no settings to compare."""
+        return self.state == "evaluated" or "evaluated" in self.config
+
     def status(self, now: float) -> str:
         """running, stalled (a writer that has been silent for five minutes), finished or failed."""
         silent = self.state == "running" and now - self.updated > STALE_SECONDS

@@ -166,6 +166,10 @@ def test_configurations_over_their_seeds_best_first_with_the_odds_of_chance(tmp_
     one = draw(FIGURES["seeds"], Source(str(tmp_path)), {"metric": "loss", "q": "lr=0.001"})
     assert one.option["yAxis"]["data"] == ["all settings"]
     assert "acc2" in draw(FIGURES["seeds"], Source(str(tmp_path)), {"metric": "acc2"}).option["empty"]
+    with store.create_run("theirs", {"config": {"evaluated": "folder"}}) as writer:
+        writer.log(1, {"loss": 9.0})
+    beside = draw(FIGURES["seeds"], Source(str(tmp_path)), {"metric": "loss"})
+    assert beside.option["yAxis"]["data"][-1] == "theirs"  # it has no settings
 
 
 @pytest.mark.parametrize(

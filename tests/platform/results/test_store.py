@@ -79,6 +79,11 @@ def test_results_rows_name_what_differs(local):
     assert {row["run"] for row in local.results(["r2"])} == {"r2"}
     assert not any(row["config"] for row in local.results(["r2"]))  # of one run alone nothing differs
     assert {row["config"]["train.seed"] for row in local.results(["r1", "r2"])} == {1, 2}
+    local.create_run("their", {"config": {"evaluated": "folder"}}).close()
+    local.log_eval("their", "validation", [{"task": "t", "metric": "acc", "value": 0.5}])
+    configs = [row["config"] for row in local.results()]  # it has no settings, and those of the others are the same
+    assert {"train.seed": 1} in configs
+    assert {"evaluated": "folder"} in configs
 
 
 def test_notes_and_readings_inside_a_model_are_no_results(local):
