@@ -243,10 +243,13 @@ def _streams(
     if not isinstance(config.source, MixtureConfig):
         return streams, []
     owners = [unit.parts[0][0].source for unit in work]
-    by_source = [
-        [segment for segment in streams["train"] if owners[segment.unit] == part] for part in range(len(config.parts))
-    ]
-    mixed, account = mixture.mix(config.source, by_source)
+
+    def by_source(split: str) -> list[list[mixture.Segment]]:
+        return [[each for each in streams[split] if owners[each.unit] == part] for part in range(len(config.parts))]
+
+    mixed, account = mixture.mix(config.source, by_source("train"))
+    for part, segments in zip(account, by_source("validation"), strict=True):
+        part["held_out"] = sum(segment.tokens for segment in segments)
     return {**streams, "train": mixed}, account
 
 

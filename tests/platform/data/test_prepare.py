@@ -252,6 +252,7 @@ def test_a_mixture_does_not_depend_on_the_spread(three, tmp_path, local_ray, mon
     assert first == second
     assert content(tmp_path / "one") == content(tmp_path / "two")
     assert [one["epochs"] > 1 for one in first["mixture"]] == [False, True, True]
+    assert sum(one["held_out"] for one in first["mixture"]) == first["splits"]["validation"]["tokens"]
 
 
 def test_two_tasks_run_at_once_and_a_limit_holds(local_ray, tmp_path):

@@ -47,6 +47,8 @@ def test_what_a_dataset_holds_is_said_when_it_is_made_and_planned_with():
         "; epochs of a/ 1.00, of jsonl b 0.73"
     )
     assert prepare.shares({}) == ""
+    parts = [{"source": name, "epochs": 1.0, "held_out": tokens} for name, tokens in (("a/", 9), ("b/", 0))]
+    assert prepare.shares({"mixture": parts}) == "; epochs of a/ 1.00, of b/ 1.00 (nothing held out)"
 
 
 def context_of(step, root):

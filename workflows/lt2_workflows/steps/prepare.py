@@ -124,8 +124,13 @@ def contents(splits: dict[str, Any]) -> str:
 
 
 def shares(manifest: dict[str, Any]) -> str:
-    """How many epochs of each of its sources a mixture has; empty for other data."""
-    parts = [f"{part['source']} {part['epochs']:.2f}" for part in manifest.get("mixture", [])]
+    """How many epochs of each of its sources a mixture has, and of which nothing is held out; empty for other data."""
+    mixed = manifest.get("mixture", [])
+    untold = any(part.get("held_out") for part in mixed)
+    parts = [
+        f"{part['source']} {part['epochs']:.2f}" + " (nothing held out)" * (untold and not part.get("held_out"))
+        for part in mixed
+    ]
     return f"; epochs of {', of '.join(parts)}" if parts else ""
 
 
