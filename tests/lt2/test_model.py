@@ -16,10 +16,11 @@ from lt2.generate import generate
 from lt2.mixer_configs.delta import delta_rule_flops
 from lt2.mixer_configs.linear import linear_attention_flops
 from lt2.mixers.recurrent import init_decay
-from lt2.model import build
+from lt2.model import LoopedLM, build
 from lt2.ops.recurrence import chunking
 from lt2.ops.recurrence.gated_delta import gated_delta_rule
 from lt2.ops.recurrence.gated_linear import gated_linear_attention
+from tests.lt2.mixers.samples import samples
 from tests.lt2.tiny import FULL, HYBRID, config, model, tokens
 
 
@@ -194,6 +195,30 @@ def test_decays_start_in_the_range_of_mamba2s(kind: str, least: float):
     for found, low, high in ((A, least, 16.0), (dt.log(), math.log(1e-3), math.log(1e-1))):
         assert low - 1e-3 <= float(found.min()) < low + (high - low) / 16
         assert high - (high - low) / 8 < float(found.max()) <= high + 1e-3
+
+
+def test_short_convolutions_start_even_within_the_root_of_their_size():
+    mixer = {"type": "mamba2", "head_dim": 16, "conv_size": 9}
+    conv = build(config({"type": "uniform", "mixer": mixer}, dim=64)).blocks[0].mixers["mamba2"].conv
+    for found in (conv.weight.detach(), conv.bias.detach()):
+        assert -1 / 3 <= float(found.min()) < -0.3
+        assert 0.3 < float(found.max()) <= 1 / 3
+
+
+def test_biases_are_where_fla_has_them():
+    biases: dict[str, set[str]] = {
+        "mamba2": {"conv.bias", "dt_bias"},
+        "gdn": {"dt_bias"},
+        "kda": {"dt_bias", "gate_proj.1.bias"},
+        "gla": {"decay_proj.1.bias"},
+        "dsa": {"indexer.k_norm.bias"},
+    }
+    for sample in samples().values():
+        with torch.device("meta"):
+            net = LoopedLM(sample.config)
+        prefix = f"blocks.0.mixers.{sample.mixer.weights}."
+        found = {name for name in net.state_dict() if name.endswith("bias") and not name.startswith("blocks.1.")}
+        assert found == {prefix + name for name in biases.get(sample.mixer.type, ())}
 
 
 def test_a_time_step_starts_as_it_was_drawn():
