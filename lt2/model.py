@@ -215,7 +215,7 @@ class LoopedLM(nn.Module):
     def init_cache(
         self, batch: int, max_len: int, *, n_loops: int | None = None, dtype: torch.dtype | None = None
     ) -> Cache:
-        """Empty caches for decoding `batch` rows of up to max_len tokens."""
+        """Empty caches for decoding `batch` rows of up to max_len tokens, in passes of n_loops loops each."""
         schedule = self.schedule_for(n_loops)
         weight = self.embed.weight
         kind = dtype or weight.dtype

@@ -173,17 +173,19 @@ def test_initial_weights_are_truncated_normal_with_fan_in_scale():
 @pytest.mark.parametrize(
     "mixer",
     [
-        {"type": "full", "gate": "elementwise"},
-        {"type": "window", "window": 3, "gate": "headwise"},
-        {"type": "mla", "kv_rank": 8, "rope_head_dim": 4, "gate": "elementwise"},
-        {"type": "dsa", "top_k": 3, "index_dim": 8, "index_rope_dim": 4, "gate": "headwise"},
+        {"type": "full"},
+        {"type": "window", "window": 3},
+        {"type": "mla", "kv_rank": 8, "rope_head_dim": 4, "v_head_dim": 3},
+        {"type": "dsa", "top_k": 3, "index_dim": 8, "index_rope_dim": 4},
     ],
     ids=lambda mixer: mixer["type"],
 )
-def test_the_output_gate_of_attention_starts_half_open_everywhere(mixer: dict):
-    for block in build(config({"type": "uniform", "mixer": mixer})).blocks:
-        (attention,) = block.mixers.values()
-        assert not attention.gate_proj.weight.any()
+def test_the_output_gate_of_attention_is_as_wide_as_asked_and_starts_half_open(mixer: dict):
+    for gate in ("elementwise", "headwise"):
+        for block in build(config({"type": "uniform", "mixer": {**mixer, "gate": gate}})).blocks:
+            (attention,) = block.mixers.values()
+            width = attention.o_proj.in_features if gate == "elementwise" else 2
+            assert torch.equal(attention.gate_proj.weight, torch.zeros(width, 16))
 
 
 @pytest.mark.parametrize(("kind", "least"), [("gdn", 1e-4), ("kda", 1.0), ("mamba2", 1.0)])

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, Dims, MixerConfig, ModelConfig, explain, load_source
+from lt2.config import ConfigError, Dims, MixerConfig, ModelConfig, explain, load_source, mixer_types
 from lt2.layout import layout as layout_of
+from lt2.mixers import build_mixer
 
 MODEL = {"vocab_size": 61, "dim": 32, "n_layers": 2, "n_loops": 2, "num_heads": 2}
 
@@ -68,6 +70,17 @@ def test_bad_configs_name_the_rule_and_the_values(case):
 def test_the_widest_keys_of_the_delta_kernels_are_taken():
     for kind in DELTA:
         MixerConfig.read({"type": kind, "head_dim": 256}).check(Dims(dim=32, num_heads=2))
+
+
+@pytest.mark.parametrize("kind", DELTA)
+def test_a_convolution_is_there_from_two_tokens_on(kind):
+    dims = Dims(dim=32, num_heads=2)
+    for size in (0, 2, 3):
+        config = MixerConfig.read({"type": kind, "conv_size": size})
+        with torch.device("meta"):
+            conv = build_mixer(config, dims).conv
+        held = config.cache_spec(dims, 8).get("conv")
+        assert (conv.weight.shape, held) == ((96, size), ((size - 1, 96), "compute")) if size else conv is held is None
 
 
 FULL, GATED, WINDOW = {"type": "full"}, {"type": "full", "gate": "headwise"}, {"type": "window", "window": 3}
@@ -152,11 +165,6 @@ def test_configs_need_no_torch():
     ],
 )
 def test_parameter_cost(mixer, size):
-    import torch
-
-    from lt2.config import mixer_types
-    from lt2.mixers import build_mixer
-
     config = mixer_types()[mixer["type"]](**mixer)
     with torch.device("meta"):
         module = build_mixer(config, Dims(dim=1024, num_heads=16))

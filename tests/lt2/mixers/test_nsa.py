@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from lt2.config import Dims
 from lt2.mixer_configs import NSAConfig
+from lt2.mixers import nsa
 from lt2.ops.sparse import bags, compressed
 from lt2.sequence import rotate
 from tests.lt2.mixers import sparse_models
@@ -103,6 +104,20 @@ def test_bad_configs_name_the_rule_and_the_values(fields, message):
         NSAConfig(**fields).check(DIMS)
     with pytest.raises(ValidationError, match=message):
         sparse_models.model({"type": "nsa", **fields})
+
+
+@pytest.mark.parametrize(("backend", "asked"), [("torch", "torch"), ("fla", "auto")])
+def test_the_torch_backend_is_asked_for_where_the_config_names_it(backend, asked, monkeypatch):
+    heard = []
+
+    def attention(q, *_, backend, **__):
+        heard.append(backend)
+        return q
+
+    monkeypatch.setattr(nsa, "nsa_attention", attention)
+    mixer, spec = sparse_models.lone_mixer({"type": "nsa", "num_heads": 16, "head_dim": 2, "backend": backend}, DIMS)
+    mixer(torch.zeros(1, 3, 16, dtype=torch.float64), spec, sparse_models.sequence(spec, DIMS, 3), None)
+    assert heard == [asked]
 
 
 def test_the_group_rule_holds_at_the_paper_sizes():
