@@ -75,6 +75,9 @@ def test_kept_layers_are_those():
     kept = {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}}
     assert attention(config(5, **kept, kept=[3, 0])) == [[0, 3]] * 2
     assert attention(config(5, **kept, kept=[3, 0]), draw=[1]) == [[1]] * 2
+    for both in (False, True):
+        held = weights_per_layer(config(5, **kept, kept=[3, 0], both=both))
+        assert [len(specs) for specs in held] == [1 + both] * 5
     for wrong in ([5], [-1], [1, 1]):
         with pytest.raises(ValidationError, match="give different ones of 0 to 4"):
             config(5, **kept, kept=wrong)

@@ -67,9 +67,21 @@ def test_bad_configs_name_the_rule_and_the_values(case):
     assert [word for word in words if word not in message] == [], message
 
 
-def test_the_widest_keys_of_the_delta_kernels_are_taken():
-    for kind in DELTA:
-        MixerConfig.read({"type": kind, "head_dim": 256}).check(Dims(dim=32, num_heads=2))
+EDGES = [
+    *({"type": kind, "head_dim": 256, "conv_size": 2} for kind in DELTA),
+    {"type": "window", "window": 1},
+    {"type": "gla", "gate_low_rank": 1},
+    {"type": "mamba2", "expand": 1, "head_dim": 1, "d_state": 1, "conv_size": 2},
+    {"type": "nsa", "backend": "torch", "window": 1, "block_size": 1, "num_blocks": 4},
+    {"type": "dsa", "top_k": 1, "index_heads": 1, "index_dim": 1, "index_rope_dim": 0, "warmup_steps": 0},
+    {"type": "dsa", "top_k": 4095, "index_dim": 2, "index_rope_dim": 2},
+    {"type": "mla", "kv_rank": 1, "q_rank": 1, "rope_head_dim": 2},
+]
+
+
+@pytest.mark.parametrize("mixer", EDGES, ids=lambda mixer: mixer["type"])
+def test_the_least_and_the_most_that_a_rule_allows(mixer):
+    MixerConfig.read(mixer).check(Dims(dim=32, num_heads=2, max_seq_len=4096))
 
 
 @pytest.mark.parametrize("kind", DELTA)
