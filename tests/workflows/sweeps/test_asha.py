@@ -86,6 +86,14 @@ def test_a_result_counts_at_one_rung_and_not_later_at_those_below(tmp_path):
     assert session.decide("c", 4, 1.0)
 
 
+def test_there_is_a_rung_at_any_step(tmp_path):
+    session = Session(Storage(str(tmp_path)), "ab")
+    assert session.decide("a", 4 * 2**10, 2.0)
+    assert session.decide("b", 4 * 2**10, 1.0)
+    assert session.decide("a", 4 * 2**20, 1.0)
+    assert not session.decide("b", 4 * 2**20, 2.0)
+
+
 def test_the_best_goes_on_to_its_end_and_says_how_it_ended(tmp_path):
     session = Session(Storage(str(tmp_path)), "a")
     assert session.decide("a", 10**9, 0.5)

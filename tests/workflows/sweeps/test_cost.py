@@ -16,7 +16,7 @@ from lt2_workflows.engine.attempt import StepContext
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.sweeps.config import SweepStep
-from lt2_workflows.sweeps.step import check_sweep, log_to_runs, with_flops, write_table
+from lt2_workflows.sweeps.step import check_sweep, describe_sweep, log_to_runs, with_flops, write_table
 from lt2_workflows.sweeps.tune import count
 from tests.platform.evaluate.tiny import MODEL
 from tests.platform.train.packed import MODEL as HYBRID
@@ -124,6 +124,28 @@ def test_parameters_are_those_of_the_model_that_was_measured(store):
     assert sizes["teacher"] == parameters(ModelConfig.model_validate(teacher)).total < sizes["stage3"]
     assert sizes["prepare"] is None
     assert count(trial, context) == count(trial, context, "of another") == sizes["stage3"], "what is trained last"
+
+
+def test_a_plan_says_of_each_trial_what_is_done_and_what_it_costs(store, tmp_path):
+    def planned(recipe, key, values):
+        workflow = sweep_workflow(recipe, [], [f"{key}={values}"], None, {"concurrent": 3})
+        context = StepContext(store.storage, workflow, workflow.steps["sweep"], lambda values: None)
+        done = {"attempt": 1, "ended": 0, "result": {}, "provenance": {}}
+        first = workflow.configs["sweep"].expanded[0].workflow.steps
+        store.storage.write_json(f"{list(first.values())[-1].folder}/done.json", done)
+        return describe_sweep(workflow.configs["sweep"], context).splitlines()
+
+    assert planned(f"{FAKE_STEPS}:chain", "third.lines", [2, 3]) == [
+        "2 trials, 3 at a time, fifo",
+        "    lines-2  1/3 steps done",
+        "    lines-3  0/3 steps done",
+    ]
+    training = planned("quickstart", "pretrain.train.steps", [40, 50])[1]
+    assert training.startswith("    steps-40  1/4 steps done  pretrain: 647k parameters")
+    assert "40 steps" in training
+    recall = planned("state_recall", "recall.max_steps", [40, 50])[1]
+    assert "  recall: " in recall
+    assert "at most 40 steps" in recall
 
 
 def test_what_hangs_on_an_unknown_vocabulary_is_not_matched():

@@ -98,31 +98,38 @@ def test_failing_and_worse_trials(tmp_path):
     assert "Failed to fetch" not in (sweep_folder(root) / "attempts/2/log").read_text()
 
 
-@pytest.mark.parametrize("retry", [1, 3])
-def test_a_retry_takes_over_what_ended_and_the_schedulers_results(retry, tmp_path, monkeypatch):
-    storage, started = Storage(str(tmp_path)), []
+@pytest.mark.parametrize("retries", [(1,), (3,), (1, 2)])
+def test_a_retry_takes_over_what_ended_and_the_schedulers_newest_results(retries, tmp_path, monkeypatch):
+    storage, started, begun = Storage(str(tmp_path)), [], []
 
     def context_of(retry):
         options = [f"sweep.retry={retry}", "sweep.scheduler={type: asha, step: second, grace_steps: 4}"]
         workflow = sweep_workflow(f"{FAKE_STEPS}:chain", options, ["second.lines=[2, 3, 4]"], None, {})
         return StepContext(storage, workflow, workflow.steps["sweep"], lambda values: None)
 
+    def rungs(context):
+        folder = f"{context.step.folder}/out/rungs"
+        return [storage.read_json(f"{folder}/{name}")[0]["loss"] for name in storage.list(folder)]
+
     def tune(config, jobs, context, folder):
         started.append(list(jobs))
-        for name, state in zip(jobs, ["done", "failed", "stopped"] if config.retry == 0 else ["done"]):
+        begun.append(rungs(context))
+        assert {job["watch"] for job in jobs.values()} == {"second"}
+        again = ["done" if config.retry == retries[-1] else "failed"]
+        for name, state in zip(jobs, again if config.retry else ["done", "failed", "stopped"]):
             storage.write_json(f"{folder}/{name}.json", {"name": name, "state": state, "run": None, "metrics": {}})
             storage.write_json(f"{context.step.folder}/out/rungs/{name}.json", [{"step": 4, "loss": config.retry}])
 
     monkeypatch.setattr("lt2_workflows.sweeps.tune.tune_trials", tune)
-    for number in (0, retry):
+    for number in (0, *retries):
         context = context_of(number)
         config = context.step.config
         workflows = {trial.name: trial.workflow for trial in config.expanded}
         records = run_trials(config, workflows, context, {})
-    assert started == [["lines-2", "lines-3", "lines-4"], ["lines-3"]]
+    assert started == [["lines-2", "lines-3", "lines-4"], *[["lines-3"]] * len(retries)]
+    assert begun == [[], *([0, before, 0] for before in (0, *retries[:-1]))]
     assert [record["state"] for record in records] == ["done", "done", "stopped"]
-    rungs = f"{context.step.folder}/out/rungs"
-    assert [storage.read_json(f"{rungs}/{name}")[0]["loss"] for name in storage.list(rungs)] == [0, retry, 0]
+    assert rungs(context) == [0, retries[-1], 0]
 
 
 def test_a_bad_shared_step_fails_once_and_by_name(tmp_path):

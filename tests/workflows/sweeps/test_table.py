@@ -7,6 +7,7 @@ import math
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.engine.attempt import StepContext
@@ -37,6 +38,14 @@ def test_the_table_has_the_numbers_that_any_configuration_has(context, failed_fi
     assert rows == {"a": ["1", "2.500"], "b": ["1", "3.500", "1.500"]}
 
 
+def test_of_other_numbers_six_are_shown_and_counts_without_a_fraction(context):
+    metrics = {"n_max": 16} | {f"speed{n}": n + 0.5 for n in range(6)}
+    lines = step.write_table(context.step.config, [trial("a", "done", **metrics)], context)["text"].splitlines()
+    head, _, row = (line.split() for line in lines[3:6])
+    assert head == ["configuration", "seeds", "n_max", *(f"speed{n}" for n in range(5))]
+    assert row == ["a", "1", "16", *(f"{n}.500" for n in range(5))]
+
+
 def test_what_became_of_the_others_is_told_below_the_table(context):
     stopped = [trial("s", "stopped") | {"last": {"step": 1234}}, trial("t", "stopped")]
     failed = trial("f", "failed") | {"log": "its/log"}
@@ -52,8 +61,20 @@ def test_a_sweep_without_a_trial_that_ended_says_how_to_run_them_again(context, 
     """Its records stay, so the same command would say the same when the pack has been put there."""
     monkeypatch.setattr(step, "_environment", lambda concurrent: {})
     monkeypatch.setattr(step, "run_shared", lambda workflows, context: None)
-    monkeypatch.setattr(step, "run_trials", lambda *of: [trial("a", "failed"), trial("b", "failed")])
+    records = [trial("a", "failed"), trial("b", "stopped")]
+    monkeypatch.setattr(step, "run_trials", lambda *of: records)
+    assert step.run_sweep(context.step.config, context)["failed"] == 1
+    records[1] = trial("b", "failed")
     with pytest.raises(
         ConfigError, match=r"^all 2 trials failed \(--set sweep\.retry=2 runs them again\); a: no pack$"
     ):
         step.run_sweep(context.step.config, context)
+
+
+def test_of_other_numbers_than_the_papers_the_first_are_the_runs(context):
+    store = ResultsStore(context.storage)
+    store.create_run("r", {}).close()
+    record = trial("a", "done", **{f"speed{n}": n + 0.5 for n in range(10)}) | {"run": "r"}
+    step.log_to_runs([record, trial("b", "failed")], context)
+    logged = [(row["metric"], row["value"], row["label"]) for _, _, row in store.index().evals]
+    assert sorted(logged) == [(f"speed{n}", n + 0.5, "a") for n in range(8)]

@@ -12,6 +12,7 @@ from ray.tune.schedulers import FIFOScheduler
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
+from lt2_workflows.sweeps import tune
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.tune import TrialRecords, _scheduler
 from tests.workflows.conftest import FAKE_STEPS
@@ -51,7 +52,8 @@ def sweep(tmp_path):
     return Sweep(tmp_path)
 
 
-def test_a_trial_that_ends_is_recorded_and_counted(sweep):
+def test_a_trial_that_ends_is_recorded_and_counted(sweep, monkeypatch):
+    monkeypatch.setattr(tune, "count", lambda trial, context, run: {"second-1": 7}[run])
     sweep.hear("lines-2", "result", {"step": 1500, "loss": 1.25})
     sweep.hear("lines-2", "result", {"step": 2000, "loss": 1.125})
     sweep.hear("lines-2", "result", {"outcome": DONE})
@@ -60,7 +62,7 @@ def test_a_trial_that_ends_is_recorded_and_counted(sweep):
     trial = sweep.config.expanded[0]
     assert found == DONE | {
         "name": "lines-2", "label": "lines=2", "group": "", "seed": None, "settings": {"second.lines": 2},
-        "steps": {name: step.id for name, step in trial.workflow.steps.items()}, "parameters": None,
+        "steps": {name: step.id for name, step in trial.workflow.steps.items()}, "parameters": 7,
         "last": {"step": 2000, "loss": 1.125},
     }  # fmt: skip
     counts = {"steps": 2, "counts": "trials ended"}

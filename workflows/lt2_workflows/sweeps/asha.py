@@ -26,7 +26,7 @@ class KeptAsha(ASHAScheduler):
             mode="min",
             grace_period=config.grace_steps,
             reduction_factor=config.reduction,
-            max_t=10**12,  # Tune stops a trial that reaches it, and ours go on to be evaluated
+            max_t=10**12,  # no rung is above it
             stop_last_trials=False,  # True: a result counts at the rungs below as well, against those of earlier steps
         )
         self.config, self.storage, self.folder, self.running = config, storage, folder, frozenset(running)
