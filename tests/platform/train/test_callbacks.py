@@ -1,0 +1,79 @@
+"""What rank 0 tells whoever launched it, and when; and which sequences validation reads. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from botocore.exceptions import EndpointConnectionError
+
+from lt2.model import build
+from lt2.train.loop import TrainState
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.evaluate.validation import perplexity
+from lt2_platform.storage import Storage
+from lt2_platform.train import callbacks
+from lt2_platform.train.callbacks import Evaluator, Logger
+from tests.platform.train.packed import model_config, train_config, write_dataset
+
+
+class Writer:
+    def __init__(self):
+        self.rows = []
+
+    def log(self, step, metrics):
+        self.rows.append((step, metrics))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_progress_is_written_now_and_then_and_at_the_end(tmp_path, clock, monkeypatch):
+    written, write = [], Storage.write_bytes
+
+    def writing(storage, path, data):
+        written.append(json.loads(data))
+        if written[-1]["step"] == 5:
+            raise EndpointConnectionError(endpoint_url="http://away")
+        write(storage, path, data)
+
+    monkeypatch.setattr(Storage, "write_bytes", writing)
+    logger = Logger(Writer(), Storage(str(tmp_path)), train_config(steps=90), began=3)
+    metrics = {"loss": 2.5, "tokens_per_s": 7.0, "step_time": 2.0}
+    for step, waited in ((4, 0), (5, 0.4), (5, 0.1), (6, 60), (7, 0.4), (8, 0.1), (9, 0.49), (90, 0)):
+        clock[0] += waited
+        logger.on_step(TrainState(step=step, position=step * 8, tokens=step * 96), metrics)
+    # Refused at step 5, it is left alone for a minute.
+    assert [values["step"] for values in written] == [4, 5, 8, 90]
+    assert written[0].pop("time") > 1e9
+    assert written[0] == {"step": 4, "steps": 90, "loss": 2.5, "tokens_per_s": 7.0, "eta_s": 172.0, "began": 3}
+    assert written[-1]["eta_s"] == 0
+    rows = logger.writer.rows
+    assert [step for step, _ in rows] == [4, 5, 5, 6, 7, 8, 9, 90]
+    assert rows[0][1] == metrics | {"tokens": 4 * 96}
+
+
+@pytest.mark.parametrize("fields", [{"eval_sequences": 2}, {"eval_sequences": 3, "document_mask": True}])
+def test_validation_reads_the_first_sequences_as_training_does(tmp_path, fields):
+    data = write_dataset(tmp_path / "data")
+    model, config = build(model_config(), seed=0), train_config(**fields)
+    logger = Logger(Writer(), Storage(str(tmp_path)), config, began=0)
+    for evaluator in (Evaluator(data, config, logger), Evaluator(data, config, None)):  # of rank 0 and of others
+        evaluator.last = {3: 9.0}
+        evaluator.on_eval(TrainState(step=4), model)
+        known = perplexity(
+            model,
+            PackedDataset(data, "validation"),
+            max_sequences=config.eval_sequences,
+            document_mask=config.document_mask,
+        )
+        assert evaluator.last == {4: known["loss"]}
+    assert logger.writer.rows == [(4, {"validation_loss": known["loss"]})]
+    others = {perplexity(model, PackedDataset(data, "validation"), max_sequences=n)["loss"] for n in (1, 2, 3)}
+    assert len(others) == 3
+    assert torch.is_grad_enabled()
