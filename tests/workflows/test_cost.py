@@ -10,8 +10,12 @@ from lt2.analysis.accounting import CARD_BYTES, find_card, forward_flops, mixer_
 from lt2.config import ConfigError, KeptLayout, ModelConfig
 from lt2.memory import OUTSIDE
 from lt2.train.config import TrainConfig
+from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
 from lt2_workflows.cost import Hardware, Training, describe_cost, flops_per_token
+from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.loading import load_workflow
+from lt2_workflows.plan import describe_costs, planned_training
 
 LAYOUT = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
 MODEL = {"vocab_size": 32_000, "dim": 1024, "n_layers": 4, "n_loops": 4, "num_heads": 8, "layout": LAYOUT}
@@ -190,6 +194,18 @@ def test_stages_are_planned_where_their_teacher_is_known(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, unknown)
     assert done.exit_code == 0, done.output
     assert f"\nalign: not known before the teacher, {tmp_path}/later, is there" in done.output
+
+
+def test_cards_are_the_workers_own_and_a_stored_top_k_needs_no_teacher(tmp_path, monkeypatch):
+    monkeypatch.setattr("lt2_workflows.cost.describe_cost", lambda run, hardware, known: f"{hardware.count} cards")
+    storage, workflow = Storage(str(tmp_path)), load_workflow("distill_small", ["stage3.resources.num_workers=8"])
+    assert "\nstage3 on 8 cards" in describe_costs(workflow, storage, card="l4")
+    assert "stage3: as teacher" in describe_costs(workflow, storage, card="l4", count=4)
+    context = StepContext(storage, workflow, workflow.steps["stage3"], lambda values: None)
+    config = workflow.configs["stage3"]
+    asked = [planned_training(each, context).teacher for each in (config, config.model_copy(update={"topk": "stored"}))]
+    assert asked[0] is not None
+    assert asked[1] is None
 
 
 @pytest.mark.parametrize(
