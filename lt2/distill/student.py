@@ -109,10 +109,10 @@ def check_start(student: LoopedLM, source: LoopedLM) -> None:
         raise ConfigError(f"cannot start from this model: it has {there} layers, not {here}")
     theirs = dict(source.named_parameters())
     # What may begin with this run: rho of 0 and a gate that nobody reaches leave the function as it was trained.
-    new = ("rho", "halt.") if isinstance(student.config.halting, ExitGate) else ("rho",)
+    fresh = ("rho", "halt.") if isinstance(student.config.halting, ExitGate) else ("rho",)
     for name, parameter in student.named_parameters():
-        if name not in theirs and ".mixers." not in name and not name.startswith(new):
-            raise ConfigError(f"cannot start from this model: it has no {name}")
+        if name not in theirs and ".mixers." not in name and not name.startswith(fresh):
+            raise ConfigError(f"cannot start from this model: it has no {name}{_why(student, source)}")
         shape = slice(1, None) if name == "rho" else slice(None)  # loops may be more or fewer
         if name in theirs and theirs[name].shape[shape] != parameter.shape[shape]:
             shapes = f"{tuple(theirs[name].shape)} there and {tuple(parameter.shape)} here"
@@ -120,7 +120,8 @@ def check_start(student: LoopedLM, source: LoopedLM) -> None:
     own = {name for name, _ in student.named_parameters()}
     for name in sorted(theirs.keys() - own):  # without it the rest is another function than was trained
         if ".mixers." not in name and not name.startswith("halt."):
-            raise ConfigError(f"cannot start from this model: it has {name}, which the model here lacks")
+            lacking = f"it has {name}, which the model here lacks{_why(student, source)}"
+            raise ConfigError(f"cannot start from this model: {lacking}")
     layout = student.config.layout
     for layer, (ours, block) in enumerate(zip(cast(list[Block], student.blocks), cast(list[Block], source.blocks))):
         new = ours.mixers.keys() - block.mixers.keys()
@@ -129,6 +130,19 @@ def check_start(student: LoopedLM, source: LoopedLM) -> None:
                 f"cannot start from this model: layer {layer} keeps attention here and has lost it there; start "
                 "from the teacher or from a student of stage 1, which holds both"
             )
+
+
+def _why(student: LoopedLM, source: LoopedLM) -> str:
+    """The settings that give a model parts, where they differ."""
+    pairs = {
+        name: (getattr(source.config, name), getattr(student.config, name))
+        for name in ("loop_residual", "sandwich_norm", "tie_embeddings")
+    }
+    return "".join(
+        f"; model.{name} is {there} there and {here} here".lower()
+        for name, (there, here) in pairs.items()
+        if there != here
+    )
 
 
 @torch.no_grad()

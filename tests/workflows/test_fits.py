@@ -81,8 +81,12 @@ def test_a_model_that_does_not_go_with_the_data(tmp_path: Path, storage: Storage
         ({"dim": 32}, "pretrain: start: cannot start from this model: rho is (2, 32) there and (2, 16) here"),
         ({"vocab_size": 300}, "pretrain: start: cannot start from this model: embed.weight is (300, 16) there"),
         ({"sandwich_norm": True}, "pretrain: start: cannot start from this model: it has blocks.0.ffn_post_norm."),
+        (
+            {"tie_embeddings": True},
+            "pretrain: start: cannot start from this model: it has no head.weight; model.tie_embeddings is true there",
+        ),
         ({"halting": {"type": "exit_gate"}}, None),
-        ({"n_loops": 5}, None),
+        ({"n_loops": 5, "loop_residual": False}, None),
         ({}, None),
     ],
 )
