@@ -57,6 +57,9 @@ def test_other_folders_and_stores_get_their_own_advice(tmp_path, s3_root):
     step = Storage(f"{s3_root}/steps/prepare-12345678")
     step.write_json("done.json", {})
     assert f"(aws s3 rm --recursive {step.root})" in remaking(step.join("out"), "otherwise")
+    step.write_json("spec.json", {"config": {"type": "prepare"}})
+    assert "rm --recursive" in remaking(step.root, "otherwise", made_by=("prepare", "mine"))
+    assert remaking(step.root, "otherwise", made_by=("pretrain",)) == "otherwise"  # a dataset is no lost run
 
 
 def mistaken(folder, place="{}/no"):

@@ -150,7 +150,7 @@ def _top_k(uri: str) -> None:
     from lt2_platform.storage import Storage
 
     if not Storage(uri).exists(LAST_WRITTEN["teacher_topk"]):
-        advice = remaking(uri, "give the output folder of a teacher_topk step")
+        advice = remaking(uri, "give the output folder of a teacher_topk step", made_by=("teacher_topk",))
         raise ConfigError(f"{uri} holds no finished top-k (no {LAST_WRITTEN['teacher_topk']}); {advice}")
 
 

@@ -242,8 +242,10 @@ def load_manifest(uri: str) -> dict[str, Any]:
     try:
         manifest = storage.read_json(MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        step = storage.exists(f"out/{MANIFEST}")
-        advice = f"give {storage.join('out')}" if step else remaking(uri, "run prepare with this folder as out")
+        otherwise = "run prepare with this folder as out, or give a dataset (steps/NAME-…/out under the storage)"
+        advice = remaking(uri, otherwise, made_by=("prepare",))
+        if storage.exists(f"out/{MANIFEST}"):
+            advice = f"give {storage.join('out')}"
         raise ConfigError(f"{uri} is not a finished dataset (no {MANIFEST}); {advice}") from error
     except ValueError as error:
         advice = remaking(uri, "prepare it again in another folder")
