@@ -73,11 +73,12 @@ def compare_page(source: Source, run_ids: list[str]) -> dict[str, Any]:
     at = moment(source)
     differs = differences({run.run_id: run.config for run in trained})
     flat = {run.run_id: flatten(run.config) for run in runs}
-    keys = sorted({key for config in flat.values() for key in config})
+    keys = sorted({key for run in trained for key in flat[run.run_id]})
     varying = [key for key in keys if key in differs[trained[0].run_id]]
     metrics = sorted({metric for run in runs for metric in run.last})
     return {
         "runs": [_head(run, at) for run in runs],
+        "elsewhere": sum(run.elsewhere for run in runs),
         "differs": [{"key": key, "values": [_shown(flat[run.run_id], key) for run in runs]} for key in varying],
         "same": {key: as_text(flat[trained[0].run_id].get(key)) for key in keys if key not in varying},
         "metrics": [{"key": metric, "values": [_value(run, metric) for run in runs]} for metric in metrics],

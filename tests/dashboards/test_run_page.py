@@ -135,7 +135,7 @@ def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
     compared = body(client.get("/api/compare?runs=eval-SmolLM-1234,ours"))
     assert [run["run"] for run in compared["runs"]] == ["eval-SmolLM-1234", "ours"]
     assert compared["evals"][0]["values"] == [0.75, 0.5]
-    assert (compared["differs"], compared["same"]["train.lr"]) == ([], "0.001")
+    assert (compared["differs"], compared["same"]["train.lr"], compared["elsewhere"]) == ([], "0.001", 1)
     assert body(client.get("/api/significance?runs=ours,eval-SmolLM-1234"))["pairs"] == {}
     assert client.get("/api/runs/eval-other").status_code == 404
     assert [body(client.get(f"/api/compare?runs={runs}"))["differs"] for runs in ("step,ours", "step")] == [[], []]
