@@ -61,6 +61,10 @@ def test_one_perplexity_does_not_hide_another_of_the_same_run(tmp_path: Path, st
     said = told(both(), storage)
     assert said.startswith("evaluate: tasks: step evaluate-long has a perplexity of the same run on other text")
     describe_plan(both(name="perplexity-long"), storage)
+    apart = both().record()
+    for name in ("evaluate", "evaluate-long"):  # of a path each step's results are its own
+        apart["steps"][name]["checkpoint"] = str(tmp_path / "run")
+    describe_plan(workflow_from_record(apart, source="test"), storage)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,8 @@ def check_fit(config: EvaluateStep, context: StepContext) -> None:
 
 def check_names(config: EvaluateStep, context: StepContext) -> None:
     """Of a run's results of one name one counts: two perplexities on different text must not share it."""
+    if isinstance(config.checkpoint, str):  # its results are the step's own
+        return
     own = _perplexities(config)
     for step, other in context.workflow.configs.items():
         if not isinstance(other, EvaluateStep) or other.checkpoint != config.checkpoint:
