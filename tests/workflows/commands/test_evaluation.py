@@ -149,6 +149,9 @@ def test_runs_are_compared_at_the_depths_that_they_were_trained_at(tmp_path):
     assert "\na is a, b is b; the difference is b - a" in lt2("compare", "a", "b", *options[:-1])
     (row,) = json.loads(lt2("compare", "a", "c", *options))  # at no depth of its own, and at one only
     assert row["b"] == pytest.approx(1 / 3)
+    depths = (f"evals/a/e{depth}/harness/loops-{depth}" for depth in (1, 2))  # in the storage, wherever that is
+    (row,) = json.loads(lt2("compare", *depths, *options))
+    assert (row["a"], row["b"]) == (0, pytest.approx(1 / 3))
 
 
 def test_a_model_from_elsewhere_gets_a_run_of_its_own_once(tmp_path):

@@ -224,8 +224,8 @@ def outside(path: str) -> tuple[str, str]:
 def evaluation_folder(root: Storage, name: str) -> str:
     """Where the evaluations are of a run, a workflow, or a model's path that was evaluated; else a folder of them."""
     if "/" in name:
-        run = outside(name)[1]
-        return root.join("evals", run) if root.exists(f"evals/{run}") else name
+        inside = name if name.startswith("evals/") else f"evals/{outside(name)[1]}"
+        return root.join(inside) if root.exists(inside) else name
     root.check_readable()
     run = name if root.exists(f"evals/{name}") else located(root, name)[1]  # a workflow's name means its run
     if not root.exists(f"evals/{run}"):
