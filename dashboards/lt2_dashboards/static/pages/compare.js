@@ -81,8 +81,8 @@ export function comparePage(main) {
       };
       return h("tr", {}, h("th", { scope: "row" }, key), values.map(cell));
     };
-    const same = body.elsewhere ? "Models from elsewhere have no settings here to compare." : "These runs have the same settings here.";
-    const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, same));
+    const alike = body.elsewhere ? "Models from elsewhere have no settings here to compare." : "These runs have the same settings here.";
+    const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, alike));
     fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, evaluations), group("Last logged values", body.metrics, numbers))));
     const keys = Object.keys(body.same);
     same.hidden = !keys.length;
