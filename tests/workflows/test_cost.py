@@ -38,7 +38,8 @@ def described():
 
 def test_the_tables_add_up(described):
     text = described()
-    assert text.startswith("8 x H100 of 80 GB: 8 sequences of 2,048 tokens each per step, 4 at a time")
+    line = "8 x H100 of 80 GB: 8 sequences of 2,048 tokens each per step, 4 at a time, gathered weights kept\n"
+    assert text.startswith(line)
     *parts, total = re.findall(r"(\d+\.\d\d)$", text[: text.index("recomputation")], re.MULTILINE)
     assert sum(map(float, parts)) == pytest.approx(float(total), abs=0.05)
     assert f"block (this run)  {total}" in text
@@ -58,7 +59,8 @@ def test_hours_follow_from_flops_cards_and_utilisation(described):
     blocks = forward_flops(config, L) - 2 * config.vocab_size * config.dim
     assert flops_per_token(run, "none") == training_flops(config, L)
     assert flops - training_flops(config, L) == pytest.approx(blocks)
-    assert training_flops(config, L) < flops_per_token(run, "selective") < flops
+    recurrences = 4 * 2 * config.layout.mixer.sequence_flops(config.dims, L)
+    assert flops_per_token(run, "selective") - training_flops(config, L) == pytest.approx(recurrences)
     assert flops_per_token(run, "loop") - training_flops(config, L) == pytest.approx(2 * blocks)
 
 
@@ -102,6 +104,7 @@ def test_what_lies_outside_torch_counts_and_steps_that_are_done_do_not(monkeypat
         text = describe_cost(run, Hardware("l4"), known)
         assert re.search(rf"^block \(this run\) +[\d.]+ +{answer} ", text, re.MULTILINE)
         assert ("DOES NOT FIT" in text) == (answer == "NO")
+        assert "gathered weights kept" not in text
     whole, half = (
         float(re.search(r"^block .* ([\d.,]+)$", describe_cost(each, Hardware("l4"), known), re.MULTILINE)[1])
         for each in (run, replace(run, done=500))
@@ -118,7 +121,9 @@ def test_weights_that_are_gathered_for_each_use_are_advised_where_kept_ones_leav
     advice = describe_cost(run, Hardware("l4", 8), known).splitlines()[-1]
     assert advice == "DOES NOT FIT; it does with train.activation_checkpoint=none and train.keep_gathered=false"
     freed = replace(run, train=train.model_copy(update={"keep_gathered": False}))
-    assert "DOES NOT FIT" not in describe_cost(freed, Hardware("l4", 8), known)
+    text = describe_cost(freed, Hardware("l4", 8), known)
+    assert "gathered weights freed after each use\n" in text
+    assert "DOES NOT FIT" not in text
     monkeypatch.setitem(CARD_BYTES, "L4", OUTSIDE)
     assert describe_cost(freed, Hardware("l4", 8), known).endswith("use more or larger cards")
 
@@ -135,6 +140,8 @@ def test_bad_requests_are_named(described):
         described(card="h10")
     with pytest.raises(ConfigError, match="64 is not divisible by 7 cards; plan with --count 4 or 8, or set"):
         described(count=7)
+    with pytest.raises(ConfigError, match="4 is not divisible by 8 cards; plan with --count 4, or set"):
+        described(train={"global_batch_size": 4})
     with pytest.raises(ConfigError, match="shard_workers 8 does not divide 12 workers"):
         described(train={"global_batch_size": 60, "shard_workers": 8}, count=12)
     assert find_card("h100 pcie") == "H100 PCIe"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lt2.config import ConfigError
+from lt2.model import build
 from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -146,3 +147,12 @@ def test_what_a_checkpoint_can_be_gone_on_from(root):
     older = {key: value for key, value in info.train.items() if key != "optimizer"}  # of before there was a choice
     check_continues(replace(info, train=older), model_config(), train_config(), TOKENIZER, "f" * 64)
     assert "was trained with train.optimizer 'adamw'" in told(optimizer={"type": "muon"})
+
+
+@pytest.mark.parametrize(("init_seed", "expected"), [(None, 1), (5, 5), (0, 0)])
+def test_weights_begin_by_their_own_seed_where_they_have_one(init_seed, expected):
+    config = train_config(seed=1, init_seed=init_seed)
+    made, _ = worker._build_model(model_config(), config, torch.device("cpu"), SEQ_LEN, keep=True, start=None)
+    theirs = build(model_config(), seed=expected).state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in made.state_dict().items())
+    assert not torch.equal(theirs["embed.weight"], build(model_config(), seed=9).embed.weight)
