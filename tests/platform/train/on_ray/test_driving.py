@@ -218,11 +218,13 @@ def test_how_workers_ended_is_told_as_what_it_was(tmp_path, outcome, error):
             raise WorkerGroupError("workers failed", {1: outcome})
         return SimpleNamespace(return_value=outcome)
 
-    before = signal.getsignal(signal.SIGINT)
-    scaling = ScalingConfig(num_workers=1)
-    with pytest.raises(type(error), match=str(error).splitlines()[0]):
-        trainer._fit(lambda *_, **__: SimpleNamespace(fit=fit), {}, Storage(str(tmp_path)), scaling, 1, 0)
-    assert signal.getsignal(signal.SIGINT) is before
+    scaling, before = ScalingConfig(num_workers=1), signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with pytest.raises(type(error), match=str(error).splitlines()[0]):
+            trainer._fit(lambda *_, **__: SimpleNamespace(fit=fit), {}, Storage(str(tmp_path)), scaling, 1, 0)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

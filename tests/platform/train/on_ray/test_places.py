@@ -35,8 +35,8 @@ def test_places_are_counted_node_by_node(cluster):
     assert [places({"CPU": cpus}) for cpus in (0.5, 1, 1.5, 2, 3)] == [6, 3, 1, 1, 0]
     cluster({"CPU": 0.3})
     assert places({"CPU": 0.1}) == 3
-    cluster({"CPU": 0.29})  # times 10,000 a little less than 2,900
-    assert (places({"CPU": 0.29}), places({"CPU": 1e-5})) == (1, 2900)
+    cluster({"CPU": 0.57})  # times 10,000 a little less than 5,700
+    assert (places({"CPU": 0.57}), places({"CPU": 1e-5})) == (1, 5700)
     cluster({"CPU": 4, "GPU": 8}, {"CPU": 64}, {"CPU": 16, "GPU": 1})
     assert places({"CPU": 1, "GPU": 1}) == 5
 
