@@ -13,7 +13,7 @@ from lt2.train.config import TrainConfig
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
 from lt2_workflows.cost import Hardware, Training, describe_cost, flops_per_token
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.plan import describe_costs, planned_training
 
@@ -208,7 +208,7 @@ def test_cards_are_the_workers_own_and_a_stored_top_k_needs_no_teacher(tmp_path,
     storage, workflow = Storage(str(tmp_path)), load_workflow("distill_small", ["stage3.resources.num_workers=8"])
     assert "\nstage3 on 8 cards" in describe_costs(workflow, storage, card="l4")
     assert "stage3: as teacher" in describe_costs(workflow, storage, card="l4", count=4)
-    context = StepContext(storage, workflow, workflow.steps["stage3"], lambda values: None)
+    context = StepContext(storage, workflow, workflow.steps["stage3"])
     config = workflow.configs["stage3"]
     asked = [planned_training(each, context).teacher for each in (config, config.model_copy(update={"topk": "stored"}))]
     assert asked[0] is not None

@@ -11,7 +11,8 @@ from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
 from lt2_workflows.console import describe
 from lt2_workflows.engine import executor
-from lt2_workflows.engine.attempt import StepContext, _work
+from lt2_workflows.engine.attempt import _work
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.executor import Driver
 from lt2_workflows.engine.records import Events
 from lt2_workflows.graph import STEP_TYPES, Workflow

@@ -20,7 +20,7 @@ from lt2_platform.evaluate.validation import check_tokens, perplexity
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints.checkpoint import load_model
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.steps.evaluate import EvaluateStep, run_evaluate

@@ -13,7 +13,7 @@ from lt2_platform.evaluate.paper.main_table import TASKS
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.steps.evaluate import run_evaluate
 from tests.platform.evaluate.items import arc, choices, write
@@ -105,7 +105,7 @@ def test_runs_that_a_recipe_evaluated_are_compared(tmp_path):
         workflow = workflow_from_record({"workflow": "test", "steps": steps}, source="test")
         runs.append(workflow.steps["pretrain"].id)
         save(tmp_path / "storage" / "steps" / runs[-1] / "out", model(seed=seed))
-        context = StepContext(root, workflow, workflow.steps["evaluate"], lambda values: None)
+        context = StepContext(root, workflow, workflow.steps["evaluate"])
         run_evaluate(context.step.config, context)
     (first, *_) = json.loads(lt2("compare", *runs, "--storage", root.root, "--json"))
     assert (first["task"], first["n"]) == ("arc_easy", len(arc()))

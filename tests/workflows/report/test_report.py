@@ -16,7 +16,7 @@ from lt2_platform.evaluate.ablations import plus_minus
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.executor import run
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow, workflow_from_record
@@ -176,7 +176,7 @@ def test_sweep_has_the_papers_numbers_beside_ours(storage):
 def test_a_sweep_whose_trials_diverged_is_json_and_reads_as_it_did(storage):
     sweep = SweepStep(steps=load_workflow(f"{FAKE_STEPS}:chain").record()["steps"], grid={"first.lines": (1, 2)})
     workflow = Workflow("w", {"sweep": sweep})
-    context = StepContext(storage, workflow, workflow.steps["sweep"], lambda values: None)
+    context = StepContext(storage, workflow, workflow.steps["sweep"])
     trials = [
         {"name": label, "group": "", "label": label, "seed": None, "state": "done", "parameters": None, "run": None,
          "metrics": {"perplexity/perplexity": ppl}}

@@ -17,7 +17,7 @@ from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, worker
 from lt2_platform.train.checkpoints.checkpoint import load_model, resolve
 from lt2_platform.train.on_ray import trainer
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.inputs import problems
 from lt2_workflows.loading import load_workflow, workflow_from_record

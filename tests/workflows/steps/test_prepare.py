@@ -13,7 +13,7 @@ from lt2_platform.data.tokenizers.tokenize import describe as describe_tokenizer
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.storage import Storage
 from lt2_workflows.console import describe as line
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import STEP_TYPES, Workflow, fingerprint
 from lt2_workflows.inputs import places_of
 from lt2_workflows.loading import workflow_from_record

@@ -8,7 +8,7 @@ from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray import trainer
 from lt2_workflows.console import amount
 from lt2_workflows.cost import Training, flops_per_token
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.inputs import conflicts
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.plan import planned_training

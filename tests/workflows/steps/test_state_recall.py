@@ -4,7 +4,8 @@ import pytest
 
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_workflows.engine.attempt import Interrupted, StepContext
+from lt2_workflows.engine.attempt import Interrupted
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.steps.state_recall import run_state_recall
 
@@ -15,7 +16,7 @@ def test_a_small_curriculum_and_what_it_stores(tmp_path):
     record = {"type": "state_recall", "layout": layout, "max_steps": 4, "eval_every": 2, "warmup_steps": 0, **sizes}
     workflow = workflow_from_record({"workflow": "w", "steps": {"small": record}}, source="test")
     storage = Storage(str(tmp_path))
-    context = StepContext(storage, workflow, workflow.steps["small"], lambda values: None)
+    context = StepContext(storage, workflow, workflow.steps["small"])
     result = run_state_recall(context.step.config, context)
     assert result["steps"] in (2, 4)
     stored = {row["metric"]: row["value"] for row in ResultsStore(storage).results()}
@@ -44,7 +45,7 @@ def test_curves_are_there_while_it_learns_and_whole_after_a_cut(tmp_path):
     with pytest.raises(Interrupted):
         run_state_recall(step.config, StepContext(storage, workflow, step, cut))
     assert [run.state for run in ResultsStore(storage).runs()] == ["running"]  # its step says that it was interrupted
-    result = run_state_recall(step.config, StepContext(storage, workflow, step, lambda values: None))
+    result = run_state_recall(step.config, StepContext(storage, workflow, step))
     curve = ResultsStore(storage).metrics(result["run"], ["accuracy"])
     assert curve["step"].to_pylist() == [2, 4, 6]
 

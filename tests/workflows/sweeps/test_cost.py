@@ -12,7 +12,7 @@ from lt2_platform.results.flops import flops_per_token, spent
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import Workflow
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.sweeps.config import SweepStep
@@ -77,7 +77,7 @@ def test_what_a_run_spends_is_what_its_objective_computes():
 def test_the_table_has_what_a_configuration_cost(store):
     sweep = SweepStep(steps=load_workflow(f"{FAKE_STEPS}:chain").record()["steps"], grid={"first.lines": (1, 2)})
     workflow = Workflow("w", {"sweep": sweep})
-    context = StepContext(store.storage, workflow, workflow.steps["sweep"], lambda values: None)
+    context = StepContext(store.storage, workflow, workflow.steps["sweep"])
     first, second = trained(store, "stage-1", steps=4), trained(store, "stage-2", steps=6)
     records = [
         {"name": label, "group": "", "label": label, "seed": None, "state": "done", "parameters": None, "run": run,
@@ -109,14 +109,14 @@ def test_parameters_are_those_of_the_vocabulary_of_the_data(store, tmp_path):
     step = {"type": "pretrain", "data": data, "model": HYBRID, "train": train_config().model_dump(mode="json")}
     sweep = SweepStep(steps={"pretrain": step}, grid={"pretrain.data": (data, str(tmp_path / "none"))})
     workflow = Workflow("w", {"sweep": sweep})
-    context = StepContext(store.storage, workflow, workflow.steps["sweep"], lambda values: None)
+    context = StepContext(store.storage, workflow, workflow.steps["sweep"])
     expected = parameters(model_config(vocab_size=500)).total
     assert [count(trial, context) for trial in sweep.expanded] == [expected, None]
 
 
 def test_parameters_are_those_of_the_model_that_was_measured(store):
     sweep = sweep_workflow("distill_small", [], ["stage3.train.lr=[1e-3, 2e-3]"], None, {})
-    context = StepContext(store.storage, sweep, sweep.steps["sweep"], lambda values: None)
+    context = StepContext(store.storage, sweep, sweep.steps["sweep"])
     trial, _ = sweep.configs["sweep"].expanded
     steps = trial.workflow.steps
     sizes = {name: count(trial, context, steps[name].id) for name in ("teacher", "stage3", "prepare")}
@@ -129,7 +129,7 @@ def test_parameters_are_those_of_the_model_that_was_measured(store):
 def test_a_plan_says_of_each_trial_what_is_done_and_what_it_costs(store, tmp_path):
     def planned(recipe, key, values):
         workflow = sweep_workflow(recipe, [], [f"{key}={values}"], None, {"concurrent": 3})
-        context = StepContext(store.storage, workflow, workflow.steps["sweep"], lambda values: None)
+        context = StepContext(store.storage, workflow, workflow.steps["sweep"])
         done = {"attempt": 1, "ended": 0, "result": {}, "provenance": {}}
         first = workflow.configs["sweep"].expanded[0].workflow.steps
         store.storage.write_json(f"{list(first.values())[-1].folder}/done.json", done)

@@ -15,7 +15,7 @@ from lt2.config import ConfigError
 from lt2_platform.step_records import died_here
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.sweeps.step import _workflow, run_shared, run_trials
 from tests.workflows.conftest import FAKE_STEPS, wait_until
 
@@ -105,7 +105,7 @@ def test_a_retry_takes_over_what_ended_and_the_schedulers_newest_results(retries
     def context_of(retry):
         options = [f"sweep.retry={retry}", "sweep.scheduler={type: asha, step: second, grace_steps: 4}"]
         workflow = sweep_workflow(f"{FAKE_STEPS}:chain", options, ["second.lines=[2, 3, 4]"], None, {})
-        return StepContext(storage, workflow, workflow.steps["sweep"], lambda values: None)
+        return StepContext(storage, workflow, workflow.steps["sweep"])
 
     def rungs(context):
         folder = f"{context.step.folder}/out/rungs"

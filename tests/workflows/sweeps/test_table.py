@@ -10,7 +10,7 @@ from lt2.config import ConfigError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
-from lt2_workflows.engine.attempt import StepContext
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.sweeps import step
 from tests.workflows.conftest import FAKE_STEPS
 

@@ -11,7 +11,9 @@ from ray.tune.schedulers import FIFOScheduler
 
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
-from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
+from lt2_workflows.engine.attempt import Interrupted
+from lt2_workflows.engine.context import StepContext
+from lt2_workflows.engine.endings import AT_ONCE
 from lt2_workflows.sweeps import tune
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.tune import TrialRecords, _scheduler

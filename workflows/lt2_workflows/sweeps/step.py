@@ -23,7 +23,8 @@ from lt2_platform.machine.cores import share
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray.stopping import conveyed
 from lt2_workflows.console import amount, table
-from lt2_workflows.engine.attempt import Interrupted, StepContext
+from lt2_workflows.engine.attempt import Interrupted
+from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import TTL_S, read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, Place, Workflow, fingerprint, step_type

@@ -17,7 +17,9 @@ from lt2.analysis.accounting import parameters
 from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray.trainer import new_name
-from lt2_workflows.engine.attempt import AT_ONCE, Interrupted, StepContext
+from lt2_workflows.engine.attempt import Interrupted
+from lt2_workflows.engine.context import StepContext
+from lt2_workflows.engine.endings import AT_ONCE
 from lt2_workflows.plan import planned_training
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized
@@ -30,7 +32,7 @@ ACTOR_FAILURES = 2
 
 
 def tune_trials(config: SweepStep, jobs: dict[str, dict[str, Any]], context: StepContext, folder: str) -> None:
-    """Run the jobs (of `sweep_trial.run_trial`, by trial) and write `<folder>/<name>.json` as they end."""
+    """Run the jobs (of `trial.run_trial`, by trial) and write `<folder>/<name>.json` as they end."""
     # Signals are the attempt's own business (see also TrialRecords.setup), and our records replace Tune's files.
     # Strict checking would have a trial's last word, its outcome, carry a loss.
     names = ("SIGINT_HANDLER", "AUTO_CALLBACK_LOGGERS", "STRICT_METRIC_CHECKING")
