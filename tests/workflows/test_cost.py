@@ -82,6 +82,11 @@ def test_steps_of_several_depths_cost_their_mean():
         assert flops_per_token(Training(model, train, L), recompute) == pytest.approx(sum(each) / 2)
 
 
+def test_hours_of_a_run_in_fp32_are_said_to_be_too_few(described):
+    assert "THE PEAK IS THAT OF BF16" in described(train={"precision": "fp32"})
+    assert "THE PEAK" not in described()
+
+
 def test_what_does_not_fit_names_what_would(described):
     long = {"global_batch_size": 512, "micro_batch_size": None, "activation_checkpoint": False}
     assert "DOES NOT FIT with recomputation 'none'; it does with train.activation_checkpoint=" in described(train=long)
@@ -90,7 +95,9 @@ def test_what_does_not_fit_names_what_would(described):
     assert re.fullmatch(
         r"DOES NOT FIT; it does with train.activation_checkpoint=loop and train.micro_batch_size=\d+", advice
     )
-    never = described(model={"dim": 8192}, train={"global_batch_size": 2, "micro_batch_size": 2}, **small)
+    never = described(
+        model={"dim": 8192, "num_heads": 64}, train={"global_batch_size": 2, "micro_batch_size": 2}, **small
+    )
     assert never.endswith("DOES NOT FIT on these cards with any recomputation, even one sequence at a time; "
                           "use more or larger cards")  # fmt: skip
 

@@ -86,6 +86,8 @@ def describe_cost(run: Training, hardware: Hardware, known: Known) -> str:
         f"time assumes {hardware.utilisation:.0%} of {PEAK_FLOPS[card] / 1e12:.0f} TFLOP/s per card (--utilisation), "
         f"without interruptions; memory without documents' masks, fusion by the compiler, and fragmentation",
     ]
+    if train.precision == "fp32":
+        lines.append("THE PEAK IS THAT OF BF16, and this run computes in fp32 (train.precision): hours are far too few")
     if chosen.total + OUTSIDE > size:
         lines += ["", _advice(run, count, micro, size, known)]
     return "\n".join(lines)

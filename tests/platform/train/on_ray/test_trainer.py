@@ -141,7 +141,7 @@ def test_sigterm_to_a_worker_and_a_request_to_stop_save_and_nothing_is_lost(tmp_
             time.sleep(0.005)
         told.append(workers_of(os.getpid())[-1])
         os.kill(told[0], signal.SIGTERM)
-        while max((values["step"] for values in seen), default=0) <= max(saved(), default=STEPS):
+        while max((values.get("step", 0) for values in seen), default=0) <= max(saved(), default=STEPS):
             time.sleep(0.05)
         handlers.append(signal.getsignal(signal.SIGINT))
         stop.asked.set()
@@ -163,6 +163,8 @@ def test_sigterm_to_a_worker_and_a_request_to_stop_save_and_nothing_is_lost(tmp_
     assert signal.getsignal(signal.SIGINT) is handler  # Ray's own is gone with the run
     first, second = saved()
     assert first < second == step
+    notices = [values["notice"] for values in seen if "notice" in values]
+    assert notices == [f"goes on from step {at} of {STEPS}" for at in (first, second)]
     assert_equal_runs(tmp_path, on_ranks)
     writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
     assert writers == {"0001", "0002", "0003"}
