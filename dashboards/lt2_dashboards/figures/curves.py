@@ -38,6 +38,7 @@ TITLES = {
     "save_stall": "Waiting for checkpoints (s)",
     "mfu": "Model FLOPs utilisation",
     "ce": "Cross entropy (nats per token)",
+    "mean_loops": "Loops per token",
     "grad_spikes": "Gradient spikes so far",
     "peak_memory_gb": "Peak memory (GB)",
     "tokens": "Tokens trained on",

@@ -60,10 +60,11 @@ export function comparePage(main) {
     const group = (name, rows, make) => rows.length ? [h("tr", { class: "group" }, h("th", { colspan: body.runs.length + 1, scope: "colgroup" }, name)), rows.map(make)] : [];
     const settings = group("Settings that differ", body.differs, ({ key, values }) => h("tr", {}, h("th", { scope: "row" }, key), values.map((value) =>
       h("td", { class: value === null ? "faint" : "" }, value ?? "not set"))));
-    // Losses of different objectives (next token, distance to a teacher) are not the same quantity.
-    const apart = body.differs.some(({ key }) => key.endsWith("objective.type"));
+    // Losses of different objectives (next token, distance to a teacher) are not the same quantity, nor those at other depths.
+    const differ = (setting) => body.differs.some(({ key }) => key.endsWith(setting));
+    const apart = differ("objective.loops") ? ["loss", "ce"] : differ("objective.type") ? ["loss"] : [];
     const numbers = ({ key, values }) => {
-      if (apart && key === "loss") return h("tr", {}, h("th", { scope: "row" }, key), values.map((value) => h("td", { class: "num" }, number(value))));
+      if (apart.includes(key)) return h("tr", {}, h("th", { scope: "row" }, key), values.map((value) => h("td", { class: "num" }, number(value))));
       const best = bestOf(key, values);
       return h("tr", {}, h("th", { scope: "row" }, key), values.map((value, index) => h("td", { class: `num${best === index ? " best" : ""}` }, number(value), delta(values, index))));
     };
