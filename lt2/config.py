@@ -30,8 +30,11 @@ CacheSpec = dict[str, tuple[tuple[int, ...], str]]
 """Name -> (shape without the batch dimension, dtype): "compute" is the model's dtype, else a torch dtype's name."""
 
 
-METRICS = frozenset({"loss", "n_tokens", "request", "ce", "ponder", "mean_loops"})
-"""What training adds up under these names is not a mixer's."""
+LOOP_METRICS = frozenset({"loss", "n_tokens", "request"})
+"""Names of what the training loop adds up itself; no objective's metric has one."""
+
+METRICS = LOOP_METRICS | {"ce", "ponder", "mean_loops"}
+"""And of what the shipped objectives add up; no mixer's auxiliary loss, which is logged by its type, has one."""
 
 
 class MixerConfig(Extension):
@@ -52,7 +55,7 @@ class MixerConfig(Extension):
         name = cls.model_fields["type"].default
         if isinstance(name, str) and not hasattr(cls, "weights"):
             raise ConfigError(f"mixer {cls.__name__} has no `weights`: the name of its parameters, such as its type")
-        if name in METRICS:  # by its type a mixer's auxiliary loss is logged
+        if name in METRICS:
             raise ConfigError(f"mixer {cls.__name__} has the type {name!r}, the name of a metric; call it otherwise")
 
     def check(self, dims: Dims) -> None:

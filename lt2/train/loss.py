@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lt2.config import LOOP_METRICS
 from lt2.extension import ConfigError
 from lt2.ops.cross_entropy import cross_entropy_
 
@@ -28,10 +29,9 @@ _CHUNK_ELEMENTS = {"cuda": 2**27, "cpu": 2**21}
 Objective = Callable[[nn.Module, "Batch"], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(model, batch) -> (loss sum over tokens, number of tokens, metrics).
 
-Metrics are sums over tokens too: the loop adds them over micro-batches and ranks and reports the mean per token. The
-`TAKEN` names are those of what the loop adds up itself.
+Metrics are sums over tokens too: the loop adds them over micro-batches and ranks and reports the mean per token. None
+has a name of `lt2.config.LOOP_METRICS`.
 """
-TAKEN = frozenset({"loss", "n_tokens", "request"})
 
 
 def rows_per_chunk(device_type: str, vocab_size: int) -> int:
@@ -227,7 +227,7 @@ def checked(name: str, objective: Any) -> Objective:
         if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[2], dict):
             raise ConfigError(f"{wanted}; it returned {_kind(returned)}")
         loss, n_tokens, metrics = returned
-        for key in sorted(TAKEN & metrics.keys()):
+        for key in sorted(LOOP_METRICS & metrics.keys()):
             raise ConfigError(f"objective {name!r} has a metric {key!r}, which is the loop's own; call it otherwise")
         always = set(metrics) if always is None else always
         for key in sorted(always ^ metrics.keys()):  # ranks add them up by place, micro-batches by name
