@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, ValidationError, model_validator
 
@@ -217,6 +217,15 @@ class ModelConfig(Config):
     def ffn_dim(self) -> int:
         """SwiGLU hidden width: 8d/3 rounded up to a multiple of 256 unless given."""
         return self.ffn_hidden or -(-8 * self.dim // 3 // 256) * 256
+
+    def exits_at(self, threshold: float) -> Self:
+        """This model with its exit gate at another threshold. Raises ConfigError if it has no gate, or for no
+        probability above 0."""
+        if not isinstance(self.halting, ExitGate):
+            raise ConfigError(f"exit threshold {threshold}: only a model with halting.type 'exit_gate' has one")
+        if not 0 < threshold <= 1:
+            raise ConfigError(f"exit threshold {threshold}: give a probability above 0 and at most 1")
+        return self.model_copy(update={"halting": self.halting.model_copy(update={"threshold": threshold})})
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:

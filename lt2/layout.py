@@ -107,6 +107,7 @@ def weights_per_layer(config: ModelConfig) -> list[list[MixerConfig]]:
     return [list(specs.values()) for specs in found]
 
 
-def loops_text(count: int, early_exit: bool | None = False) -> str:
-    """A depth in words: '1 loop', '4 loops', '4 loops, early exit'."""
-    return f"{count} loop" + "s" * (count != 1) + ", early exit" * bool(early_exit)
+def loops_text(count: int, early_exit: bool | None = False, exit_threshold: float | None = None) -> str:
+    """A depth in words: '1 loop', '4 loops', '4 loops, early exit', '4 loops, early exit at 0.6'."""
+    at = "" if exit_threshold is None else f" at {exit_threshold}"
+    return f"{count} loop" + "s" * (count != 1) + f", early exit{at}" * bool(early_exit)

@@ -188,10 +188,18 @@ class LoopedLM(nn.Module):
     def final_norm(self, h: Tensor) -> Tensor:
         return h if self.config.norm_each_loop else self.norm(h)
 
-    def at_depth(self, n_loops: int, *, halting: bool = True) -> LoopedLM:
-        """A view on the same weights that runs n_loops loops; with `halting=False` no token stops earlier."""
+    def at_depth(self, n_loops: int, *, halting: bool = True, exit_threshold: float | None = None) -> LoopedLM:
+        """A view on the same weights that runs n_loops loops; with `halting=False` no token stops earlier.
+
+        exit_threshold: of the exit gate, in place of the model's own.
+
+        Raises:
+            ConfigError: an exit_threshold for a model without an exit gate, or none in (0, 1].
+        """
         view = copy.copy(self)
         view.depth = n_loops
+        if exit_threshold is not None:
+            view.config = self.config.exits_at(exit_threshold)
         if not halting:
             view.config = self.config.model_copy(update={"halting": None})
         return view

@@ -25,7 +25,8 @@ PERPLEXITY = "(name IN ('validation', 'training', 'perplexity') AND metric IN ('
 # SQL: of an evaluation row's JSON, the depth it was measured at; NULL where it says none
 _LOOPS = "TRY_CAST(regexp_extract(e.row, '\"n_loops\": ([0-9]+)', 1) AS BIGINT)"
 _EXITS = "(nullif(regexp_extract(e.row, '\"early_exit\": (true|false)', 1), '') = 'true')"
-_DEPTH = f"(CASE WHEN name = 'depth' THEN {_LOOPS} || ' loops' || if({_EXITS}, ', early exit', '') END)"
+_AT = "coalesce(' at ' || nullif(regexp_extract(e.row, '\"exit_threshold\": ([0-9.e-]+)', 1), ''), '')"
+_DEPTH = f"(CASE WHEN name = 'depth' THEN {_LOOPS} || ' loops' || if({_EXITS}, ', early exit' || {_AT}, '') END)"
 # SQL: of a run's entry, the id of the workflow that started it; NULL for a run of no workflow
 _WORKFLOW = """nullif(regexp_extract(entry, '"info": \\{"workflow": "([^"]+)"', 1), '')"""
 _OWN = f"""

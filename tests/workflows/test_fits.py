@@ -67,6 +67,26 @@ def test_one_perplexity_does_not_hide_another_of_the_same_run(tmp_path: Path, st
     describe_plan(workflow_from_record(apart, source="test"), storage)
 
 
+def test_exit_thresholds_ask_for_an_exit_gate(tmp_path: Path, storage: Storage):
+    def at(checkpoint: Any = None, **pretrain: Any) -> Workflow:
+        record = made(tmp_path, tasks=[{"type": "perplexity"}], **pretrain).record()
+        record["steps"]["evaluate"]["exit_thresholds"] = [0.5, 0.9]
+        record["steps"]["evaluate"]["checkpoint"] = checkpoint or {"step": "pretrain"}
+        return workflow_from_record(record, source="test")
+
+    gate = {"halting": {"type": "exit_gate"}}
+    refused = "exit threshold 0.5: only a model with halting.type 'exit_gate' has one"
+    assert told(at(), storage) == f"evaluate: {refused}"
+    assert told(at(save(tmp_path / "plain", model())), storage) == f"evaluate: {refused}"
+    for fine in (at(model=MODEL | gate), at(save(tmp_path / "gate", model(**gate)))):
+        assert "each at exit thresholds 0.5, 0.9" in describe_plan(fine, storage)
+    while_training = {"evaluation": {"every": 2, "exit_thresholds": [0.5]}}
+    train = TRAIN | {"checkpoint_every": 2}
+    made(tmp_path, resources=while_training, train=train, model=MODEL | gate)
+    with pytest.raises(ConfigError, match=refused):
+        made(tmp_path, resources=while_training, train=train)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from lt2.layout import loops_text
@@ -126,14 +127,16 @@ def depth(
 ) -> Figure:
     """One score of the same weights run at several depths, over the compute that each depth spends.
 
-    From evaluations with `loops`; a model with halting also has a point for early exit.
+    From evaluations with `loops` or `exit_thresholds`; a model with halting also has a point for early exit, with an
+    exit gate one at each threshold.
     """
     condition = "e.name = 'depth' AND e.task = ? AND e.metric = ?"
-    found: dict[str, dict[tuple[int, bool], dict[str, Any]]] = {}
+    found: dict[str, dict[tuple[int, bool, float], dict[str, Any]]] = {}
     snapshot = source.snapshot()
     for run, row in rows_of(snapshot, condition, [task, metric], runs=runs):
         if row.get("value") is not None and row.get("flops_per_token"):
-            found.setdefault(run, {})[row["n_loops"], bool(row.get("early_exit"))] = row
+            place = row["n_loops"], bool(row.get("early_exit")), row.get("exit_threshold", math.inf)
+            found.setdefault(run, {})[place] = row
     drawn = list(found)[:20]
     names = told_apart(snapshot, drawn)
     table, series = [], []
@@ -141,10 +144,11 @@ def depth(
         by_depth = found[run]
         lines: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         ends = []
-        for (n_loops, exits), row in sorted(by_depth.items()):
-            spent = [row.get("mean_loops"), row["flops_per_token"]]
-            table.append([run, n_loops, "yes" if exits else "no", *spent, row["value"], row.get("stderr")])
-            name = f"{names[run]}: early exit" if exits else f"{names[run]}: {loops_text(n_loops)}"
+        for (n_loops, exits, threshold), row in sorted(by_depth.items()):
+            spent = [row.get("mean_loops"), float(row["flops_per_token"])]
+            at = "" if threshold == math.inf else f" at {threshold}"
+            table.append([run, n_loops, f"yes{at}" if exits else "no", *spent, row["value"], row.get("stderr")])
+            name = f"{names[run]}: early exit{at}" if exits else f"{names[run]}: {loops_text(n_loops)}"
             point = {"name": name, "value": [row["flops_per_token"], rounded(row["value"])]}
             if (error := row.get("stderr")) is not None:
                 point["detail"] = f"± {error:.3g}"
@@ -154,7 +158,9 @@ def depth(
         series += whiskers(names[run], ends, position)
         series.append(line(names[run], lines[False], position, showSymbol=True, symbolSize=7))
         if lines[True]:
-            series.append(points(f"{names[run]}, early exit", lines[True], position, symbol="pin", symbolSize=18))
+            early = sorted(lines[True], key=lambda point: point["value"])
+            pins = {"symbol": "pin", "symbolSize": 18, "lineStyle": {"type": "dashed"}}
+            series.append(line(f"{names[run]}, early exit", early, position, showSymbol=True, **pins))
     option = {
         "xAxis": {"type": "log", "name": "forward FLOPs per token"},
         "yAxis": {"type": "value", "name": f"{task}, {metric}" if task != metric else metric, "scale": True},
@@ -171,7 +177,8 @@ def depth(
         lambda: table,
         [
             "The paper trains and evaluates at T = 4 only. Bars are one standard error.",
-            "Only runs evaluated with `loops` are here; a baseline of one depth joins them by evaluate.loops=[1].",
+            "Only runs evaluated with `loops` or `exit_thresholds` are here; a baseline of one depth joins them by "
+            "evaluate.loops=[1].",
         ],
         produce="" if found else "lt2 eval RUN --pack PACK --suite core --loops 1,2,4,8",
     )

@@ -45,7 +45,7 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _depth(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row.get("n_loops"), row.get("early_exit")
+    return row.get("n_loops"), row.get("early_exit"), row.get("exit_threshold")
 
 
 def is_score(metric: str) -> bool:

@@ -41,7 +41,8 @@ class Evaluated:
         """
         rows = [row | {"step": self.step, "parameters": self.parameters} for row in self.rows]
         halts = any(row["early_exit"] for row in rows)
-        trained = [row for row in rows if (row["n_loops"], row["early_exit"]) == (self.n_loops, halts)]
+        own = self.n_loops, halts, None
+        trained = [row for row in rows if (row["n_loops"], row["early_exit"], row.get("exit_threshold")) == own]
         found = {"validation": [row for row in trained if "layer" not in row]}
         found["diagnostics"] = [row for row in trained if "layer" in row]
         found["depth"] = [row for row in rows if "layer" not in row] if len(trained) < len(rows) else []
@@ -55,10 +56,12 @@ def evaluate_checkpoint(
     data: str | None,
     out: str,
     loops: Sequence[int] = (),
+    exit_thresholds: Sequence[float] = (),
     actors: int = 0,
     progress: Progress = silent,
 ) -> Evaluated:
-    """Run tasks on a checkpoint (or the newest one of a run), on a GPU if there is one.
+    """Run tasks on a checkpoint (or the newest one of a run), on a GPU if there is one; at which depths, `tasks.depths`
+    says.
 
     The rows and what they came from also go to `<out>/evaluation.json`. `data` is a packed dataset, for tasks that need
     one.
@@ -77,13 +80,18 @@ def evaluate_checkpoint(
         progress=progress,
         actors=actors,
     )
-    return _evaluated(model, read_info(uri).state.step, tasks, context, loops)
+    return _evaluated(model, read_info(uri).state.step, tasks, context, loops, exit_thresholds)
 
 
 def _evaluated(
-    model: LoopedLM, step: int, tasks: Sequence[TaskConfig], context: TaskContext, loops: Sequence[int]
+    model: LoopedLM,
+    step: int,
+    tasks: Sequence[TaskConfig],
+    context: TaskContext,
+    loops: Sequence[int],
+    exit_thresholds: Sequence[float],
 ) -> Evaluated:
-    rows = run_tasks(tasks, model, context, loops=loops)
+    rows = run_tasks(tasks, model, context, loops=loops, exit_thresholds=exit_thresholds)
     found = Evaluated(rows, step, model.config.n_loops, parameters(model.config).total)
     write_record(context.out, found, context.checkpoint, tasks)
     return found
@@ -95,6 +103,7 @@ def evaluate_anything(
     *,
     out: str,
     loops: Sequence[int] = (),
+    exit_thresholds: Sequence[float] = (),
     actors: int = 0,
     progress: Progress = silent,
 ) -> Evaluated:
@@ -109,12 +118,13 @@ def evaluate_anything(
     gguf = place.endswith(".gguf")
     source = ModelSource(str(Path(place).parent), gguf=Path(place).name) if gguf else ModelSource(place)
     if not source.is_transformers:
-        return evaluate_checkpoint(place, tasks, data=None, out=out, loops=loops, actors=actors, progress=progress)
+        depths: Any = {"loops": loops, "exit_thresholds": exit_thresholds}
+        return evaluate_checkpoint(place, tasks, data=None, out=out, actors=actors, progress=progress, **depths)
     if source.is_export:
         # By the code of checkpoints, hence with their numbers.
         context = TaskContext(source.place, source.load_tokenizer(), None, out, progress, actors)
-        return _evaluated(source.load_looped(), 0, tasks, context, loops)
-    if loops:
+        return _evaluated(source.load_looped(), 0, tasks, context, loops, exit_thresholds)
+    if loops or exit_thresholds:
         raise ConfigError(f"{place} is not a looped model of ours; it has no other depths than its own")
     rows, size = [], 0
     for name, task in named(tasks):

@@ -29,9 +29,23 @@ Depths = Annotated[tuple[int, ...], AfterValidator(check_depths)]
 """Numbers of loops to evaluate at; none means the model's own."""
 
 
-def depth_name(n_loops: int, early_exit: bool = False) -> str:
-    """The folder of what was evaluated at a depth: "loops-4", or "loops-4-early-exit"."""
-    return f"loops-{n_loops}" + "-early-exit" * early_exit
+def check_thresholds(thresholds: tuple[float, ...]) -> tuple[float, ...]:
+    """`thresholds`. Raises ConfigError for one that is no probability above 0, or given twice."""
+    if not all(0 < threshold <= 1 for threshold in thresholds) or len(set(thresholds)) < len(thresholds):
+        raise ConfigError(
+            f"exit_thresholds {list(thresholds)}: give different probabilities above 0 and at most 1, e.g. [0.5, 0.9]"
+        )
+    return thresholds
+
+
+ExitThresholds = Annotated[tuple[float, ...], AfterValidator(check_thresholds)]
+"""Thresholds of the exit gate to evaluate at, besides the model's own."""
+
+
+def depth_name(n_loops: int, early_exit: bool = False, exit_threshold: float | None = None) -> str:
+    """The folder of what was evaluated at a depth: "loops-4", "loops-4-early-exit", "loops-4-early-exit-0.6"."""
+    at = "" if exit_threshold is None else f"-{exit_threshold}"
+    return f"loops-{n_loops}" + f"-early-exit{at}" * early_exit
 
 
 class TaskConfig(Extension):

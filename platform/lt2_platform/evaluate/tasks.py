@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from lt2.layout import loops_text
 from lt2.model import LoopedLM, LoopedOutput
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
-from lt2_platform.evaluate.config import TaskConfig, check_depths, depth_name
+from lt2_platform.evaluate.config import TaskConfig, check_depths, check_thresholds, depth_name
 from lt2_platform.progress import Progress
 
 Task = TypeVar("Task", bound=TaskConfig)
@@ -46,35 +46,50 @@ class TaskContext:
 
 @dataclass(frozen=True)
 class Depth:
-    """How deep a model is run: `n_loops`, each token stopping earlier where `early_exit` lets its halting decide."""
+    """How deep a model is run: `n_loops`, each token stopping earlier where `early_exit` lets its halting decide, an
+    exit gate at `exit_threshold` (None: the model's own)."""
 
     n_loops: int
     early_exit: bool
+    exit_threshold: float | None = None
 
     def view(self, model: LoopedLM) -> LoopedLM:
-        return model.at_depth(self.n_loops, halting=self.early_exit)
+        return model.at_depth(self.n_loops, halting=self.early_exit, exit_threshold=self.exit_threshold)
 
     @property
     def name(self) -> str:
-        return depth_name(self.n_loops, self.early_exit)
+        return depth_name(self.n_loops, self.early_exit, self.exit_threshold)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What rows say of it; `exit_threshold` only where one was asked for."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def depths(model: LoopedLM, loops: Sequence[int]) -> list[Depth]:
-    """As the model was trained if `loops` is empty; else each of `loops` in full, and early exit if the model halts.
+def depths(model: LoopedLM, loops: Sequence[int], exit_thresholds: Sequence[float] = ()) -> list[Depth]:
+    """Each of `loops` in full, then the model as it was trained if `loops` is empty or it halts, then early exit at
+    each of `exit_thresholds`.
 
     Raises:
-        ConfigError: a depth below 1, or given twice.
+        ConfigError: a depth below 1, a threshold outside (0, 1], any of them given twice, or thresholds for a model
+            without an exit gate.
     """
-    halts = model.config.halting is not None
-    if not loops:
-        return [Depth(model.config.n_loops, halts)]
-    return [Depth(n, False) for n in check_depths(tuple(loops))] + (
-        [Depth(model.config.n_loops, True)] if halts else []
-    )
+    n_loops, halts = model.config.n_loops, model.config.halting is not None
+    found = [Depth(n, False) for n in check_depths(tuple(loops))]
+    found += [Depth(n_loops, halts)] if halts or not loops else []
+    found += [Depth(n_loops, True, threshold) for threshold in check_thresholds(tuple(exit_thresholds))]
+    for depth in found:
+        depth.view(model)  # what it refuses must not come after hours
+    return found
 
 
 def run_tasks(
-    tasks: Sequence[TaskConfig], model: LoopedLM, context: TaskContext, *, loops: Sequence[int] = ()
+    tasks: Sequence[TaskConfig],
+    model: LoopedLM,
+    context: TaskContext,
+    *,
+    loops: Sequence[int] = (),
+    exit_thresholds: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
     """Rows of every task at every depth: the task's own, with `task`, `n_loops`, `early_exit` and the compute spent.
 
@@ -85,15 +100,15 @@ def run_tasks(
         ConfigError: a task returned something that is not rows, or a value that is not a number.
     """
     rows = []
-    for depth in depths(model, loops):
+    for depth in depths(model, loops, exit_thresholds):
         view = depth.view(model).eval()
         for name, task in named(tasks):
-            context.progress({"message": f"{name}, {loops_text(depth.n_loops, depth.early_exit)}"})
+            context.progress({"message": f"{name}, {loops_text(*astuple(depth))}"})
             with Spent(view) as spent, torch.inference_mode():
                 found = task.run(view, replace(context, out=f"{context.out}/{name}/{depth.name}"))
             if not isinstance(found, Iterable) or isinstance(found, Mapping | str):
                 raise ConfigError(f"task {name} returned {found!r}; give a list of rows")
-            place = {"task": name, "n_loops": depth.n_loops, "early_exit": depth.early_exit, **spent.summary()}
+            place = {"task": name, **depth.row, **spent.summary()}
             rows += [placed(checked(name, row), place) for row in found]
     return rows
 
@@ -190,6 +205,8 @@ def cost(config: ModelConfig, loops: Mapping[int, int], positions: float) -> dic
 def depth_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per task, metric and depth: score beside mean loops, forward FLOPs per token, any votes and template."""
     kept = ("task", "metric", "n_loops", "early_exit", "mean_loops", "flops_per_token", "value", "stderr", "n")
-    order = sorted(rows, key=lambda r: (r["task"], r["metric"], r["early_exit"], r["n_loops"]))
-    more = lambda row: {key: row[key] for key in ("votes", "chat") if row.get(key)}  # noqa: E731
+    last = math.inf  # a model's own threshold stands behind those that were asked for
+    depth = lambda row: (row["early_exit"], row["n_loops"], row.get("exit_threshold", last))  # noqa: E731
+    order = sorted(rows, key=lambda row: (row["task"], row["metric"], *depth(row)))
+    more = lambda row: {key: row[key] for key in ("exit_threshold", "votes", "chat") if row.get(key)}  # noqa: E731
     return [{key: row.get(key) for key in kept} | more(row) for row in order]

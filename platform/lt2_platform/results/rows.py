@@ -38,5 +38,6 @@ def result_name(evaluation: str, row: Mapping[str, Any]) -> str:
     """What a result is called, e.g. "validation/arc_easy/acc" or "depth/arc_easy/acc/8 loops"."""
     parts = [evaluation, *(str(row[key]) for key in ("task", "metric") if row.get(key) is not None)]
     if evaluation == "depth" and "n_loops" in row:  # a table over depths: its rows differ in nothing else
-        parts.append(f"{row['n_loops']} loops" + ", early exit" * bool(row.get("early_exit")))
+        at = "" if row.get("exit_threshold") is None else f" at {row['exit_threshold']}"
+        parts.append(f"{row['n_loops']} loops" + f", early exit{at}" * bool(row.get("early_exit")))
     return "/".join(parts)

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from lt2.config import Config, ConfigError, ModelConfig, explain
 from lt2.train.config import TrainConfig
-from lt2_platform.evaluate.config import AnyTask, Depths, PerplexityConfig
+from lt2_platform.evaluate.config import AnyTask, Depths, ExitThresholds, PerplexityConfig
 
 
 class PretrainModel(ModelConfig):
@@ -39,6 +39,7 @@ class TrainingEvaluation(Config):
     every: int = Field(gt=0)
     tasks: tuple[AnyTask, ...] = Field(default=(PerplexityConfig(),), min_length=1)
     loops: Depths = ()
+    exit_thresholds: ExitThresholds = ()
     cpus: float = Field(default=1.0, gt=0)
     gpus: float | None = Field(default=None, ge=0)
     max_waiting: int = Field(default=2, ge=1)

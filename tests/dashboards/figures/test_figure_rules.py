@@ -39,9 +39,11 @@ def test_a_score_at_another_depth_is_not_the_models_own(tmp_path):
 def test_a_table_over_depths_names_them(tmp_path):
     store = ResultsStore(Storage(str(tmp_path)))
     rows = [at_depth(1, 0.1), at_depth(4, 0.4), at_depth(4, 0.5, early_exit=True)]
+    rows.append(rows[-1] | {"value": 0.45, "exit_threshold": 0.6})
     add(store, "four", uniform("full"), at=100.0, depth=rows, diagnostics=readings(4, 5))
     source = Source(str(tmp_path))
     names = [f"depth/piqa/acc/{each}" for each in ("1 loops", "4 loops", "4 loops, early exit")]
+    names.append(f"{names[-1]} at 0.6")
     assert [row["key"] for row in compare_page(source, ["four"])["evals"]] == names
     stored = source.snapshot().query("SELECT metric FROM numbers WHERE contains(metric, '/') ORDER BY metric")
     assert [metric for (metric,) in stored] == names
@@ -178,6 +180,22 @@ def test_depth_has_error_bars_and_names_what_there_is(tmp_path):
     assert bars["data"][:3] == [[10.0, 0.375], [10.0, 0.625], [None, None]]
     assert [point["detail"] for point in scores["data"]] == ["± 0.125"] * 2
     assert figure(source, "depth").option["empty"].endswith("There are: copa, acc.")
+
+
+def test_depth_draws_early_exit_at_every_threshold_by_what_it_spent(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    store.create_run("r", {"config": {}}).close()
+    row = {"task": "copa", "metric": "acc", "n_loops": 4, "early_exit": True, "value": 0.5}
+    spent = {0.9: 30.0, 0.3: 10.0, None: 40.0}
+    rows = [row | {"flops_per_token": flops} | ({"exit_threshold": at} if at else {}) for at, flops in spent.items()]
+    store.log_eval("r", "depth", rows)
+    found = figure(Source(str(tmp_path)), "depth", task="copa", metric="acc")
+    points = found.option["series"][-1]["data"]
+    assert [point["value"] for point in points] == [[10.0, 0.5], [30.0, 0.5], [40.0, 0.5]]
+    assert [point["name"] for point in points] == [
+        "r: early exit at 0.3", "r: early exit at 0.9", "r: early exit",
+    ]  # fmt: skip
+    assert [row[2] for row in found.rows] == ["yes at 0.3", "yes at 0.9", "yes"]
 
 
 def test_pareto_links_to_the_quality_that_there_is(tmp_path):

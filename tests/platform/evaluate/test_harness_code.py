@@ -4,7 +4,7 @@ import pytest
 
 from lt2_platform.evaluate.harness import code
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Work
-from lt2_platform.evaluate.harness.models import ModelSource
+from lt2_platform.evaluate.harness.models import ModelSource, load
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Pair
 from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
@@ -80,6 +80,14 @@ def test_answers_of_another_kind_of_device_are_computed_anew(tmp_path, calls, mo
     monkeypatch.setattr(Dispatcher, "device", "cuda")
     assert calls(checkpoint) == first > 0
     assert calls(checkpoint) == 0
+
+
+def test_actors_exit_where_this_process_does_and_answers_at_another_threshold_are_others(tmp_path):
+    place = save(tmp_path / "run", model(halting={"type": "exit_gate", "threshold": 0.6}))
+    own, early = ModelSource(place), ModelSource(place, exit_threshold=0.3)
+    found = [load(source).scorer.model.config.halting.threshold for source in (own, early)]
+    assert found == [0.6, 0.3]
+    assert own.identity() != early.identity()
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda")])

@@ -13,7 +13,7 @@ from lt2.analysis.accounting import forward_flops
 from lt2.config import ConfigError
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
-from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
+from lt2_platform.evaluate.checkpoints import Evaluated, evaluate_checkpoint
 from lt2_platform.evaluate.config import DiagnosticsConfig, PerplexityConfig, TaskConfig, ThroughputConfig
 from lt2_platform.evaluate.tasks import TaskContext, checked, depth_table, depths, named, proportion, run_tasks
 from lt2_platform.evaluate.validation import check_tokens, perplexity
@@ -154,6 +154,38 @@ def test_a_model_that_halts_gets_an_early_exit_row_with_the_loops_it_used(tmp_pa
     assert early["value"] != full["value"]
 
 
+def test_an_exit_gate_is_evaluated_at_thresholds_that_are_not_its_own(tmp_path, data):
+    """As the same weights with that threshold in their config: loss, loops and compute."""
+    net = model(n_loops=4, halting={"type": "exit_gate", "threshold": 0.6})
+    rows = run_tasks([PerplexityConfig()], net, context(tmp_path, data), exit_thresholds=[0.3, 0.9])
+    assert [(row["early_exit"], row.get("exit_threshold")) for row in rows[::2]] == [
+        (True, None), (True, 0.3), (True, 0.9),
+    ]  # fmt: skip
+    assert rows[2]["mean_loops"] < rows[0]["mean_loops"] < rows[4]["mean_loops"]
+    for row in (rows[2], rows[4]):
+        other = model(n_loops=4, halting={"type": "exit_gate", "threshold": row["exit_threshold"]})
+        other.load_state_dict(net.state_dict())
+        expected = run_tasks([PerplexityConfig()], other, context(tmp_path, data))[0]
+        assert row == expected | {"exit_threshold": row["exit_threshold"]}
+    assert net.config.halting.threshold == 0.6
+    stored = Evaluated(rows, 3, 4, 99).evaluations()
+    assert stored["validation"] == [row | {"step": 3, "parameters": 99} for row in rows[:2]]
+    assert len(stored["depth"]) == 6
+
+
+def test_thresholds_that_no_gate_can_have_are_refused_before_anything_runs(tmp_path, data):
+    gate = model(n_loops=2, halting={"type": "exit_gate"})
+    for net, asked, wrong in (
+        (gate, [0.0], "above 0 and at most 1"),
+        (gate, [1.5], "above 0 and at most 1"),
+        (gate, [0.5, 0.5], "different"),
+        (model(), [0.5], "only a model with halting.type 'exit_gate' has one"),
+        (model(halting={"type": "act"}), [0.5], "only a model with halting.type 'exit_gate' has one"),
+    ):
+        with pytest.raises(ConfigError, match=wrong):
+            run_tasks([PerplexityConfig()], net, context(tmp_path, data), exit_thresholds=asked)
+
+
 def test_throughput_rows_and_their_metadata(tmp_path):
     rows = run_tasks([TaskConfig.read(TINY_THROUGHPUT)], model(), context(tmp_path), loops=[1, 2])
     assert [row["metric"] for row in rows] == ["prefill_tokens_per_s", "decode_tokens_per_s"] * 2
@@ -222,6 +254,7 @@ def test_depths_have_folders_of_their_own():
     halting = model(n_loops=4, halting={"type": "exit_gate", "threshold": 0.6})
     assert [depth.name for depth in depths(halting, ())] == ["loops-4-early-exit"]
     assert [depth.name for depth in depths(halting, [1, 4])] == ["loops-1", "loops-4", "loops-4-early-exit"]
+    assert [depth.name for depth in depths(halting, (), [0.5])] == ["loops-4-early-exit", "loops-4-early-exit-0.5"]
     assert [depth.name for depth in depths(model(), ())] == ["loops-2"]
 
 
@@ -230,11 +263,14 @@ def test_the_table_over_depths_is_in_their_order_whatever_was_asked_first():
     rows = [place | {"n_loops": n, "value": 0.5, "votes": 5, "chat": "own", "split": "test"} for n in (4, 1)]
     rows += [
         place | {"n_loops": 4, "early_exit": True, "value": 0.25},
+        place | {"n_loops": 4, "early_exit": True, "value": 0.25, "exit_threshold": 0.9},
+        place | {"n_loops": 4, "early_exit": True, "value": 0.25, "exit_threshold": 0.5},
         place | {"task": "s", "n_loops": 9, "value": 1.0},
     ]
     table = depth_table(rows)
-    assert [(row["task"], row["n_loops"], row["early_exit"]) for row in table] == [
-        ("s", 9, False), ("t", 1, False), ("t", 4, False), ("t", 4, True),
+    assert [(row["task"], row["n_loops"], row["early_exit"], row.get("exit_threshold")) for row in table] == [
+        ("s", 9, False, None), ("t", 1, False, None), ("t", 4, False, None),
+        ("t", 4, True, 0.5), ("t", 4, True, 0.9), ("t", 4, True, None),
     ]  # fmt: skip
     assert table[1] == place | {"n_loops": 1, "value": 0.5, "votes": 5, "chat": "own"} | dict.fromkeys(
         ("mean_loops", "flops_per_token", "stderr", "n")

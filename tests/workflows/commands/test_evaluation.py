@@ -41,6 +41,7 @@ def test_build_verify_evaluate_and_compare(tmp_path):
         assert f"stored as {run}" in lt2("eval", run, *options)
     table = lt2("eval", "one-12345678", *options, "--loops", "1,2,4")
     assert "flops_per_token" in table
+    assert "exit_threshold" not in table
     rows = json.loads(lt2("eval", "one-12345678", *options, "--json"))
     assert {row["task"] for row in rows} == {"arc_easy", "mine"}
     stored = {row["metric"]: row["value"] for row in ResultsStore(Storage(str(root))).results() if "one" in row["run"]}
@@ -132,6 +133,22 @@ def test_a_model_trained_on_conversations_is_asked_as_one(tmp_path):
             lt2(*options, *wrong)
 
 
+def test_an_exit_gate_is_asked_at_several_thresholds(tmp_path):
+    pack, root = tmp_path / "pack", tmp_path / "storage"
+    lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", mine=choices()).items()))
+    save(root / "steps" / "one-12345678" / "out", model(n_loops=4, halting={"type": "exit_gate", "threshold": 0.6}))
+    options = ["--pack", pack, "--suite", "tasks=mine", "--exit-thresholds", "0.3,0.9", "--storage", root]
+    assert "exit_threshold  mean_loops" in lt2("eval", "one-12345678", *options)
+    rows = [row for row in json.loads(lt2("eval", "one-12345678", *options, "--json")) if row["metric"] == "acc"]
+    assert [row.get("exit_threshold") for row in rows] == [None, 0.3, 0.9]
+    assert 1 <= rows[1]["mean_loops"] < rows[0]["mean_loops"] < rows[2]["mean_loops"] <= 4
+    stored = {row["metric"] for row in ResultsStore(Storage(str(root))).results() if row["metric"].endswith("0.9")}
+    assert "depth/mine/acc/4 loops, early exit at 0.9" in stored
+    (folder,) = root.glob("evals/one-12345678/*/harness/loops-4-early-exit-0.9")
+    own = json.loads(lt2("compare", folder, folder.parent / "loops-4-early-exit", "--json"))
+    assert own[0]["n"] == rows[0]["n"]
+
+
 def test_runs_are_compared_at_the_depths_that_they_were_trained_at(tmp_path):
     store = ResultsStore(Storage(str(tmp_path)))
     for run, loops, scores in (("a", 2, {1: "000", 2: "001"}), ("b", 4, {2: "000", 4: "111"}), ("c", 8, {1: "010"})):
@@ -210,6 +227,8 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere does not exist"):
         lt2("eval", "./nowhere", "--pack", tmp_path, "--storage", root)
     save(root / "steps" / "one-12345678" / "out", model())
+    with pytest.raises(ConfigError, match="--exit-thresholds 0.5,x: give numbers with commas between"):
+        lt2("eval", "one-12345678", "--pack", tmp_path, "--exit-thresholds", "0.5,x", "--storage", root)
     with pytest.raises(ConfigError, match="unknown suite 'cor'"):
         lt2("eval", "one-12345678", "--pack", tmp_path, "--suite", "cor", "--storage", root)
     with pytest.raises(ConfigError, match="--suite tasks=, names no task"):

@@ -34,6 +34,19 @@ def test_it_prints_what_the_library_gives_at_that_depth(loops, tmp_path):
     assert result.stderr.endswith("on cpu, 1 loop\n" if loops else f"on cpu, {net.depth} loops\n")
 
 
+def test_an_exit_gate_at_another_threshold(tmp_path):
+    net, tokenizer = model(seed=2, n_loops=4, halting={"type": "exit_gate"}), load_tokenizer("byte")
+    (tokens,) = generate(
+        net.at_depth(4, exit_threshold=0.3), [encode(tokenizer, "a b")], max_new_tokens=12, eos_id=tokenizer.eos_id,
+        temperature=0.0,
+    )  # fmt: skip
+    place, greedy = save(tmp_path, net), ("--device", "cpu", "--temperature", "0")
+    result = invoke(place, *greedy, "--exit-threshold", "0.3")
+    assert result.stdout == "a b" + tokenizer.decode(tokens) + "\n" != invoke(place, *greedy).stdout
+    both = invoke(place, "--exit-threshold", "0.3", "--loops", "2")
+    assert str(both.exception) == "give --loops (no token stops earlier) or --exit-threshold, not both"
+
+
 @pytest.mark.parametrize("device", ["tpu", "cuda"])
 def test_a_device_that_is_not_there(device, tmp_path):
     if device == "cuda" and torch.cuda.is_available():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +14,8 @@ from lt2_workflows.commands.options import AskedByOption, JsonOption, StorageOpt
 if TYPE_CHECKING:
     from lt2_platform.evaluate.config import HarnessConfig
     from lt2_platform.storage import Storage
+
+Number = TypeVar("Number", int, float)
 
 
 def evaluate(
@@ -27,6 +29,9 @@ def evaluate(
     suite: Annotated[str, typer.Option(help="core, recall, needles, ruler, reasoning, or tasks=NAME,NAME.")] = "core",
     loops: Annotated[
         str | None, typer.Option(metavar="N,N", help="Depths to evaluate at. [default: as trained]")
+    ] = None,
+    exit_thresholds: Annotated[
+        str | None, typer.Option(metavar="P,P", help="Of a model with an exit gate: thresholds to evaluate it at, too.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task, for a quick look.")] = None,
     num_fewshot: Annotated[
@@ -65,10 +70,12 @@ def evaluate(
     root = Storage(storage)
     place, run = located(root, checkpoint)
     root.check_writable()
-    try:
-        depths = [int(part) for part in loops.split(",")] if loops else []
-    except ValueError:
-        raise config_error(f"--loops {loops}: give whole numbers with commas between, e.g. 1,2,4") from None
+    depths: dict[str, Any] = {
+        "loops": numbers("--loops", loops, int, "whole numbers with commas between, e.g. 1,2,4"),
+        "exit_thresholds": numbers(
+            "--exit-thresholds", exit_thresholds, float, "numbers with commas between, e.g. 0.5,0.9"
+        ),
+    }
     config = harness_config(
         suite,
         pack=pack,
@@ -87,7 +94,7 @@ def evaluate(
     progress = lambda values: console.say({"event": "progress", "step": "evaluate", "values": values})  # noqa: E731
     try:
         with ray_for(actors) if actors else nullcontext():
-            found = evaluate_anything(place, [config], out=out, loops=depths, actors=actors, progress=progress)
+            found = evaluate_anything(place, [config], out=out, actors=actors, progress=progress, **depths)
     except KeyboardInterrupt:
         console.clear()
         typer.echo("lt2: stopped; the same command continues from here", err=True)
@@ -101,8 +108,17 @@ def evaluate(
     shown = depth_table(found.rows)
     columns = ["task", "metric", "value", "stderr", "n"]
     columns += [key for key in ("votes", "chat") if any(key in row for row in shown)]
-    typer.echo(table(shown, columns + ["n_loops", "early_exit", "mean_loops", "flops_per_token"] * bool(depths)))
+    columns += ["n_loops", "early_exit"] * any(depths.values()) + ["exit_threshold"] * bool(depths["exit_thresholds"])
+    typer.echo(table(shown, columns + ["mean_loops", "flops_per_token"] * any(depths.values())))
     typer.echo(f"stored as {run} in {root.root}; items and answers in {out}")
+
+
+def numbers(option: str, text: str | None, kind: type[Number], wanted: str) -> list[Number]:
+    """The values of an option that takes several."""
+    try:
+        return [kind(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise config_error(f"{option} {text}: give {wanted}") from None
 
 
 def compare(

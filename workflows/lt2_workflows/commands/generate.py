@@ -40,6 +40,9 @@ def generate(
     loops: Annotated[
         int | None, typer.Option(min=1, help="Another depth than the model's own; no token stops earlier.")
     ] = None,
+    exit_threshold: Annotated[
+        float | None, typer.Option(help="Of a model with an exit gate: another threshold than its own.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda (in bf16) or cpu; cuda where there is one.")] = None,
     storage: StorageOption = None,
 ) -> None:
@@ -64,6 +67,10 @@ def generate(
     if where == "cuda":
         model = model.to("cuda", torch.bfloat16)
         merge_projections(model)
+    if loops is not None and exit_threshold is not None:
+        raise ConfigError("give --loops (no token stops earlier) or --exit-threshold, not both")
+    if exit_threshold is not None:
+        model = model.at_depth(model.config.n_loops, exit_threshold=exit_threshold)
     if loops is not None:
         model = model.at_depth(loops, halting=False)
     tokenizer = load_tokenizer(info["file"] or "byte")

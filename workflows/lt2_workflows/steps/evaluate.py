@@ -8,7 +8,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.config import AnyTask, Depths, HarnessConfig, PerplexityConfig, ThroughputConfig
+from lt2_platform.evaluate.config import (
+    AnyTask,
+    Depths,
+    ExitThresholds,
+    HarnessConfig,
+    PerplexityConfig,
+    ThroughputConfig,
+)
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
@@ -18,7 +25,8 @@ from lt2_workflows.steps.task_inputs import check_templates, first_by_training, 
 
 
 class EvaluateStep(StepConfig):
-    """Tasks on a checkpoint (or on the newest one of a run), at its own depth or at each of `loops`.
+    """Tasks on a checkpoint (or on the newest one of a run), at its own depth or at each of `loops`; where it has an
+    exit gate, also at each of `exit_thresholds`.
 
     With resources.num_workers above 1, tasks that can use so many copies of the model on Ray. pack: of the harness
     tasks that name none.
@@ -30,6 +38,7 @@ class EvaluateStep(StepConfig):
     data: DatasetRef | str
     tasks: tuple[AnyTask, ...] = Field(default=(PerplexityConfig(), ThroughputConfig()), min_length=1)
     loops: Depths = ()
+    exit_thresholds: ExitThresholds = ()
     pack: PackRef | str | None = None
 
     @property
@@ -52,14 +61,18 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
         pack = task.pack or (f"step {config.pack.step}" if isinstance(config.pack, Ref) else config.pack or "no pack")
         packs.setdefault(pack, []).append((task.suite or ", ".join(task.tasks)) + " as conversations" * bool(task.chat))
     parts += [f"{', '.join(asked)} from {pack}" for pack, asked in packs.items()]
-    parts += [f"each at {', '.join(map(str, config.loops))} loops"] if config.loops else []
+    depths = [f"{', '.join(map(str, config.loops))} loops"] if config.loops else []
+    if config.exit_thresholds:
+        depths.append(f"exit thresholds {', '.join(map(str, config.exit_thresholds))}")
+    parts += [f"each at {' and at '.join(depths)}"] if depths else []
     return "; ".join(parts)
 
 
 def check_fit(config: EvaluateStep, context: StepContext) -> None:
-    """Raise ConfigError where a task asks by the template of a training that had none, or several, and where one
-    perplexity of a run would hide another."""
+    """Raise ConfigError where a task asks by the template of a training that had none, or several, where one
+    perplexity of a run would hide another, and for exit thresholds of a model without an exit gate."""
     check_names(config, context)
+    check_gate(config, context)
     first = first_by_training(config.tasks)
     known = None if first is None else _trained_templates(config.checkpoint, context)
     if known is None:
@@ -85,6 +98,21 @@ def check_names(config: EvaluateStep, context: StepContext) -> None:
                     f"tasks: step {step} has a {name} of the same run on other text or by other settings, and results "
                     f"would show one of the two; give one a name of its own (tasks: [{{type: perplexity, name: …}}])"
                 )
+
+
+def check_gate(config: EvaluateStep, context: StepContext) -> None:
+    """Of a model whose settings are known already; of others the evaluation itself says so before its first task."""
+    from lt2_workflows.steps.pretrain import PretrainStep, info_if_there
+
+    if isinstance(config.checkpoint, Ref):
+        trained = context.workflow.configs[config.checkpoint.step]
+        model = trained.model if isinstance(trained, PretrainStep) else None
+    else:
+        info = info_if_there(config.checkpoint) if config.exit_thresholds else None
+        model = None if info is None else info.model
+    if model is not None:
+        for threshold in config.exit_thresholds:
+            model.exits_at(threshold)
 
 
 def _perplexities(config: EvaluateStep) -> dict[str, Any]:
@@ -132,6 +160,7 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
         tasks,
         data=context.path(config.data),
         loops=config.loops,
+        exit_thresholds=config.exit_thresholds,
         out=context.storage.join("evals", run, context.step.id),
         actors=actors,
         progress=context.progress,

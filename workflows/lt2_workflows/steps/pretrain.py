@@ -92,6 +92,8 @@ class PretrainStep(StepConfig):
                 f"train.objective {self.train.objective.type!r} asks a teacher; give it to a step of type 'distill'"
             )
         check_resources(self.resources, self.train)
+        for threshold in self.resources.evaluation.exit_thresholds if self.resources.evaluation else ():
+            self.model.exits_at(threshold)
         return self
 
 

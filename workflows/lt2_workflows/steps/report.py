@@ -55,7 +55,7 @@ def _label(row: dict[str, Any]) -> str:
 
 def _note(row: dict[str, Any]) -> str:
     stderr = f"± {row['stderr']:.4g}" if row.get("stderr") is not None else ""
-    depth = loops_text(row["n_loops"], row["early_exit"])
+    depth = loops_text(row["n_loops"], row["early_exit"], row.get("exit_threshold"))
     return ", ".join(part for part in (stderr, row.get("note", ""), depth) if part)
 
 

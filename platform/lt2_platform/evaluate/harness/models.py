@@ -34,6 +34,7 @@ class ModelSource:
         place: a checkpoint's URI (a folder named step-…), or a folder with an HF config.json.
         n_loops: depth of a looped model; None as trained.
         early_exit: whether halting may stop tokens earlier.
+        exit_threshold: at which an exit gate does; None is the model's own.
         dtype: "float32" or "bfloat16".
         max_length: tokens read at once; None takes the model's own.
         gguf: name of the GGUF file in an HF folder, if the weights are one.
@@ -42,6 +43,7 @@ class ModelSource:
     place: str
     n_loops: int | None = None
     early_exit: bool = True
+    exit_threshold: float | None = None
     dtype: str = "float32"
     max_length: int | None = None
     gguf: str | None = None
@@ -123,7 +125,9 @@ def load(source: ModelSource) -> Loaded:
         return Loaded(TransformersScorer(model, max_length=length, eos_id=tokenizer.eos_id), tokenizer)
     model = source.load_looped()
     check_vocabulary(model.config.vocab_size, tokenizer.vocab_size, source.place)
-    view = model.at_depth(source.n_loops or model.config.n_loops, halting=source.early_exit)
+    view = model.at_depth(
+        source.n_loops or model.config.n_loops, halting=source.early_exit, exit_threshold=source.exit_threshold
+    )
     return Loaded(LoopedScorer(view, max_length=source.max_length, eos_id=tokenizer.eos_id), tokenizer)
 
 

@@ -39,6 +39,7 @@ def harness_rows(config: HarnessConfig, model: LoopedLM, context: TaskContext) -
         context.checkpoint,
         n_loops=model.depth,
         early_exit=model.config.halting is not None,
+        exit_threshold=getattr(model.config.halting, "threshold", None),
         dtype=str(weight.dtype).removeprefix("torch."),
         max_length=config.max_length,
     )

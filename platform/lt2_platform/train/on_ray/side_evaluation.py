@@ -154,6 +154,7 @@ def evaluate(spec: WorkerSpec, plan: dict[str, Any], name: str, fence: str | Non
         config.tasks,
         data=spec.data,
         loops=config.loops,
+        exit_thresholds=config.exit_thresholds,
         out=Storage(spec.out).join(f"evaluations/{name}"),
     )
     store = ResultsStore(Storage(spec.storage_root))
