@@ -16,6 +16,7 @@ from lt2_dashboards.figures.figure import Figure, draw
 from lt2_dashboards.figures.layouts import layouts
 from lt2_dashboards.figures.quality import depth, pareto
 from lt2_dashboards.figures.recall import long_context, ruler
+from lt2_dashboards.figures.scaling import scaling
 from lt2_dashboards.figures.seeds import seeds
 from lt2_dashboards.figures.state_recall import state_recall
 from lt2_dashboards.figures.sweep import sweep
@@ -24,7 +25,7 @@ from lt2_dashboards.figures.training import loop_diagnostics, stability
 
 GROUPS = {
     "Quality": (pareto, downstream, depth),
-    "Ablations": (hybrid, output_gate, sweep, seeds),
+    "Ablations": (hybrid, output_gate, sweep, seeds, scaling),
     "Efficiency": (throughput, cost_vs_length, layer_cost),
     "Looping": (layouts, stability, loop_diagnostics, state_recall),
     "Long context": (long_context, ruler),
