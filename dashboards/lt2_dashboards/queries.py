@@ -20,8 +20,12 @@ from lt2_platform.results.tables import Eval, Tables
 from lt2_platform.storage import S3, Storage
 
 FRESH_SECONDS = 0.5  # one page asks several questions at once; the store is listed once for all of them
-# SQL: which evaluation rows are a validation perplexity, of a finished run or measured while it trained
-PERPLEXITY = "(name IN ('validation', 'training', 'perplexity') AND metric IN ('perplexity', 'ppl'))"
+# SQL: which evaluation rows are a validation perplexity, of a finished run or measured while it trained; one with a
+# name of its own is another task, as in `lt2 paper-table`
+PERPLEXITY = (
+    "(metric IN ('perplexity', 'ppl') AND (name = 'perplexity' OR "
+    "name IN ('validation', 'training') AND coalesce(task, 'perplexity') = 'perplexity'))"
+)
 # SQL: of an evaluation row's JSON, the depth it was measured at; NULL where it says none
 _LOOPS = "TRY_CAST(regexp_extract(e.row, '\"n_loops\": ([0-9]+)', 1) AS BIGINT)"
 _EXITS = "(nullif(regexp_extract(e.row, '\"early_exit\": (true|false)', 1), '') = 'true')"
@@ -38,6 +42,8 @@ CREATE VIEW own AS SELECT e.rowid AS place FROM evals e LEFT JOIN (
 WHERE e.name NOT IN ('depth', 'diagnostics')
     AND coalesce({_LOOPS} = trained, true) AND coalesce(trained IS NULL OR {_EXITS} = halts, true)
 """
+# SQL: what the result of an evaluation row is called, as `results.rows.result_name`
+RESULT = f"concat_ws('/', name, task, metric, {_DEPTH})"
 CACHED_ANSWERS = 32
 CACHED_CURVES = 64  # about 1 MB each
 
@@ -161,7 +167,7 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
         connection.unregister("arrow")
     connection.execute(
         "CREATE TABLE numbers AS SELECT run, metric, value FROM metrics UNION ALL "
-        f"SELECT run, concat_ws('/', name, task, metric, {_DEPTH}) AS metric, arg_max(value, ({STANDING_SQL}, rowid)) "
+        f"SELECT run, {RESULT} AS metric, arg_max(value, ({STANDING_SQL}, rowid)) "
         "FROM evals e WHERE value IS NOT NULL AND name <> 'diagnostics' GROUP BY ALL"
     )
     connection.execute(_OWN)

@@ -129,13 +129,14 @@ def _value(run: RunInfo, metric: str) -> float | None:
 
 
 def _evals(snapshot: Snapshot, run_ids: list[str]) -> list[dict[str, Any]]:
-    """By result the values of the runs, their standard errors and how many items they are of; None where unknown."""
+    """By result the values of the runs, their standard errors, how many items they are of, and of which data a
+    perplexity is; None where unknown."""
     found = counting(
         ((result_name(name, row), run), row)
         for run, name, row in snapshot.evals(run_ids)
         if row.get("value") is not None and "layer" not in row  # readings inside a model are no results of it
     )
-    parts = {"values": "value", "errors": "stderr", "items": "n"}
+    parts = {"values": "value", "errors": "stderr", "items": "n", "data": "data"}
     return [
         {"key": key} | {name: [found.get((key, run), {}).get(part) for run in run_ids] for name, part in parts.items()}
         for key in sorted({key for key, _ in found})

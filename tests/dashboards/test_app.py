@@ -289,9 +289,13 @@ def test_compare_shows_what_differs_and_what_does_not(client):
     assert differs["train.lr"] == ["0.001", "0.002"]
     assert differs["model.layout.ratio"] == [None, "1:4"]
     assert page["same"]["model.dim"] == "64"
-    assert {"key": "validation/perplexity", "values": [11.0, 10.0], "errors": [None] * 2, "items": [None] * 2} in page[
-        "evals"
-    ]
+    assert {
+        "key": "validation/perplexity",
+        "values": [11.0, 10.0],
+        "errors": [None] * 2,
+        "items": [None] * 2,
+        "data": [None] * 2,
+    } in page["evals"]
 
 
 def test_runs_are_paged(tmp_path):
@@ -360,7 +364,9 @@ def test_neither_a_quick_look_nor_an_older_checkpoint_replaces_full_results(tmp_
     (found,) = evaluated(Source(str(tmp_path)).snapshot())
     assert found.scores == {("arc_easy", "acc"): 0.6}
     compared = body(client.get("/api/compare?runs=r"))["evals"]
-    assert compared == [{"key": "validation/arc_easy/acc", "values": [0.6], "errors": [None], "items": [2376]}]
+    assert compared == [
+        {"key": "validation/arc_easy/acc", "values": [0.6], "errors": [None], "items": [2376], "data": [None]}
+    ]
 
 
 def test_sql_and_python_agree_on_which_result_stands_higher():

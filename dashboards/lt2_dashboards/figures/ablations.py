@@ -10,6 +10,7 @@ from lt2_dashboards.figures.parts.paper import GATES, LEVELS, PATTERNS, RATIOS
 from lt2_dashboards.figures.parts.repeats import Known, Line, Mean, depth_and_size, lines
 from lt2_dashboards.figures.parts.series import line, points, whiskers
 from lt2_dashboards.figures.parts.store import Architecture, Evaluated, evaluated
+from lt2_dashboards.figures.parts.texts import perplexity_notes
 from lt2_dashboards.queries import Source
 
 Quality = Literal["perplexity", "average"]
@@ -27,9 +28,10 @@ def hybrid(
     reference = {"ratio": RATIOS, "pattern": PATTERNS, "level": LEVELS}[by]
     names = [name for name, *_ in reference]
     theirs = [(name, ppl if quality == "perplexity" else average) for name, ppl, average in reference]
+    snapshot = source.snapshot()
     known = [
         (run, place, value)
-        for run in evaluated(source.snapshot())
+        for run in evaluated(snapshot)
         if (place := _place(run.architecture, by)) in names and (value := value_of(run, quality)) is not None
     ]
     repeated = [each for each in lines(known) if each.is_repeated]
@@ -40,6 +42,8 @@ def hybrid(
         notes.append("Squares are means of runs that differ in their seeds only, with one standard deviation.")
     if by == "level":
         notes.append("Random + vote takes 5 times the compute when evaluated.")
+    if quality == "perplexity":
+        notes += perplexity_notes(snapshot, [run.run for run, *_ in known])
     grey = {"showSymbol": True, "symbolSize": 8, "lineStyle": {"type": "dashed"}}
     series = [line("paper, 1.3B", [value for _, value in theirs], **grey), *_hybrids(known, repeated, names)]
     x_axis = {"type": "category", "data": names, "name": "attention : GDN" if by == "ratio" else by}
@@ -107,7 +111,8 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
     known: list[tuple[str, str, str | None, float]] = []
     sides: dict[tuple[Any, ...], set[bool]] = {}
     places: dict[str, tuple[Any, ...]] = {}
-    for run in evaluated(source.snapshot()):
+    snapshot = source.snapshot()
+    for run in evaluated(snapshot):
         kind, value = run.architecture, value_of(run, quality)
         if kind is not None and value is not None:
             known.append((run.run, kind.title, kind.gate, value))
@@ -133,12 +138,15 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
         data = [{"name": run, "value": [t, rounded(v)]} for run, t, g, v in ours if bool(g) == on]
         series.append(points(f"this store, {name}", data, 0, yAxisIndex=1, z=4, symbol=symbol, symbolSize=13))
     option = _beside_paper({"type": "category", "data": models}, quality, series)
+    notes = ["Paper: Table 4, 1.3B, T = 4, 100B tokens. Ours are runs whose architecture was trained with and without."]
+    if quality == "perplexity":
+        notes += perplexity_notes(snapshot, [run for run, *_ in ours])
     return Figure(
         f"Output gate: {AXES[quality]}",
         option,
         ["model", "source", "architecture", "gate", quality],
         lambda: rows,
-        ["Paper: Table 4, 1.3B, T = 4, 100B tokens. Ours are runs whose architecture was trained with and without."],
+        notes,
         produce="" if ours else "lt2 sweep gate",
     )
 

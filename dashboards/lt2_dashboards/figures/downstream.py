@@ -8,6 +8,7 @@ from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.parts.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.parts.paper import DOWNSTREAM, TASK_LABELS, TASKS, contradictions, mean_of_tasks
 from lt2_dashboards.figures.parts.store import evaluated, quick_looks
+from lt2_dashboards.figures.parts.texts import perplexity_notes
 from lt2_dashboards.queries import Source
 
 
@@ -17,7 +18,8 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
     `runs` limits ours (default: the newest that have such results). A task counts with acc_norm for ARC-C, HellaSwag
     and OpenBookQA where a run has it, else with acc; a run's average is shown only when it has all eight tasks.
     """
-    found = evaluated(source.snapshot(), runs)
+    snapshot = source.snapshot()
+    found = evaluated(snapshot, runs)
     if runs is None:
         found = [run for run in found if any(run.accuracy(task) is not None for task in TASKS)]
     ours = {run.run: [run.perplexity, *map(run.accuracy, TASKS), run.average] for run in found[:MAX_RUNS]}
@@ -35,6 +37,7 @@ def downstream(source: Source, *, size: Literal["0.6B", "1.3B"] = "1.3B", runs: 
             "± is one standard error. Perplexities of this store are on the runs' own held-out text and tokenizer: "
             "compare them with each other, not with the paper's."
         )
+        notes += perplexity_notes(snapshot, ours)
     notes += quick_looks(found[:MAX_RUNS], TASKS)
     differ = {model: row[-1] for model, row in printed.items() if row and abs(row[-1] - paper[model][-1]) >= 0.01}
     if differ:

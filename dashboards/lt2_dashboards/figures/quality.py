@@ -12,7 +12,9 @@ from lt2_dashboards.figures.parts.names import told_apart
 from lt2_dashboards.figures.parts.paper import DOWNSTREAM, contradictions, mean_of_tasks
 from lt2_dashboards.figures.parts.series import line, points, whiskers
 from lt2_dashboards.figures.parts.store import Evaluated, evaluated, rows_of
+from lt2_dashboards.figures.parts.texts import PER_TOKEN, perplexity_notes, text_notes
 from lt2_dashboards.queries import Source
+from lt2_platform.evaluate.repeats import counting
 
 NOMINAL = {"0.6B": 0.6e9, "1.3B": 1.3e9}
 REASONING = {
@@ -32,7 +34,8 @@ def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoni
     The average is over the paper's eight tasks. The paper's models (Table 2) stand at their nominal 0.6B and 1.3B.
     Released models that `lt2 eval` was given as folders stand beside the runs of this store.
     """
-    found = evaluated(source.snapshot())
+    snapshot = source.snapshot()
+    found = evaluated(snapshot)
     ours = [
         (run.run, _kind(run), float(run.parameters), value)
         for run in found
@@ -58,6 +61,7 @@ def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoni
     notes += contradictions("1.3B")
     if quality == "perplexity":
         notes.append("Perplexities compare only between models of one tokenizer and one held-out text.")
+        notes += perplexity_notes(snapshot, [run for run, *_ in ours])
     if quality == "reasoning":
         notes = [
             "Paper: Figure 1 (right) compares the distilled 1.4B with released models of 1B to 4B and prints no "
@@ -133,10 +137,14 @@ def depth(
     condition = "e.name = 'depth' AND e.task = ? AND e.metric = ?"
     found: dict[str, dict[tuple[int, bool, float], dict[str, Any]]] = {}
     snapshot = source.snapshot()
-    for run, row in rows_of(snapshot, condition, [task, metric], runs=runs):
-        if row.get("value") is not None and row.get("flops_per_token"):
-            place = row["n_loops"], bool(row.get("early_exit")), row.get("exit_threshold", math.inf)
-            found.setdefault(run, {})[place] = row
+    usable = [
+        (run, row)
+        for run, row in rows_of(snapshot, condition, [task, metric], runs=runs)
+        if row.get("value") is not None and row.get("flops_per_token")
+    ]
+    keyed = (((run, row["n_loops"], bool(row.get("early_exit")), _threshold(row)), row) for run, row in usable)
+    for (run, *place), row in counting(keyed).items():
+        found.setdefault(run, {})[place[0], place[1], place[2]] = row
     drawn = list(found)[:20]
     names = told_apart(snapshot, drawn)
     table, series = [], []
@@ -179,9 +187,15 @@ def depth(
             "The paper trains and evaluates at T = 4 only. Bars are one standard error.",
             "Only runs evaluated with `loops` or `exit_thresholds` are here; a baseline of one depth joins them by "
             "evaluate.loops=[1].",
+            *(text_notes([(run, row) for run, row in usable if run in drawn]) if PER_TOKEN.search(metric) else []),
         ],
         produce="" if found else "lt2 eval RUN --pack PACK --suite core --loops 1,2,4,8",
     )
+
+
+def _threshold(row: dict[str, Any]) -> float:
+    """Behind all that were asked for the model's own, which rows do not say."""
+    return row.get("exit_threshold", math.inf)
 
 
 def _no_depths(source: Source, task: str, metric: str) -> str:

@@ -28,6 +28,15 @@ def counting(rows: Iterable[tuple[Key, Row]]) -> dict[Key, Row]:
     return found
 
 
+def texts(rows: Iterable[Mapping[str, Any]]) -> int:
+    """On how many texts perplexities of one name were measured: of other `data`, or of another part (`n` tokens) of it.
+
+    Rows from before they said their data are told apart by `n` alone.
+    """
+    rows = list(rows)
+    return max(len({row[key] for row in rows if row.get(key) is not None}) for key in ("data", "n"))
+
+
 def few_of(limits: Iterable[int]) -> str:
     """Of the limits under which tasks were asked: "60", "60 to 100", or "" for none."""
     known = sorted(limits)
@@ -40,6 +49,12 @@ def quick_look(rows: Iterable[Mapping[str, Any]], tasks: Iterable[str]) -> str:
     kept = counting(((row.get("task"), row.get("metric")), row) for row in rows if row.get("task") in wanted)
     few = few_of({row["limit"] for row in kept.values() if row.get("limit") is not None})
     return f"a quick look, {few} items a task" if few else ""
+
+
+def other_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What to say of one run's evaluation rows if its perplexities are of several texts, else ""."""
+    mine = [row for row in rows if row.get("task") == row.get("metric") == "perplexity"]
+    return f"PPL is on one of {count} texts" if (count := texts(mine)) > 1 else ""
 
 
 def _count(value: Any) -> int:

@@ -40,6 +40,8 @@ def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskCont
     )
     layout = model.config.layout
     more = {"n": found["tokens"]} | ({"votes": layout.votes} if isinstance(layout, RandomLayout) else {})
+    if fingerprint := context.dataset.manifest.get("fingerprint"):
+        more["data"] = fingerprint[:12]  # as a run's settings have that of its own data
     return [
         {"metric": "loss", "value": found["loss"], "unit": "nats/token", "note": "held-out documents", **more},
         {"metric": "perplexity", "value": found["perplexity"], "unit": "", "note": "", **more},

@@ -11,7 +11,7 @@ from lt2_platform.results.tables import as_number, flatten, unit_of
 
 
 def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(run, {step, metric, value, unit, counts}), see ResultsStore.results."""
+    """(run, {step, metric, value, unit, counts, maybe n, data}), see ResultsStore.results."""
     for run_id, run in sorted(index.runs.items()):
         for metric, (step, value) in sorted(run.last.items()):
             yield run_id, _row(step, metric, value, unit_of(metric, run.config))
@@ -27,7 +27,8 @@ def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
     chosen = counting(((run_id, name), row) for run_id, name, row in evaluations)
     for run_id, name, row in evaluations:
         counts = chosen[run_id, name] is row
-        yield run_id, _row(row.get("step"), name, row["value"], row.get("unit") or "", counts=counts)
+        told = {key: row[key] for key in ("n", "data") if row.get(key) is not None}
+        yield run_id, _row(row.get("step"), name, row["value"], row.get("unit") or "", counts=counts) | told
 
 
 def _row(step: int | None, metric: str, value: float, unit: str, *, counts: bool = True) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class ResultsStore:
 
     def results(self, runs: Collection[str] | None = None, *, index: Index | None = None) -> list[dict[str, Any]]:
         """Rows {run, step, metric, value, unit, counts, config}: the last value of every metric, summaries and
-        evaluations.
+        evaluations; these also with `n` items or tokens, and the `data` of a perplexity, where they say so.
 
         runs: only theirs. `config` holds only what differs between the runs that were trained here, and of models from
         elsewhere where they are; `unit` is "" where there is none;

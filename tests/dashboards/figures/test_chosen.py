@@ -10,6 +10,7 @@ import pytest
 from lt2_dashboards.figures import FIGURES, draw
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.parts import chosen
+from lt2_dashboards.figures.parts.store import evaluated
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -194,3 +195,58 @@ def test_a_word_that_two_kinds_share_is_in_a_label_once(store):
         with store.create_run(run, {"config": config}) as writer:
             writer.log(1, {"validation_loss": 3.0})
     assert set(figure(store).option["yAxis"]["data"]) == {"exit_gate", "next_token"}
+
+
+def evaluated_on(data: str | None, n: int, value: float, **more: Any) -> list[dict[str, Any]]:
+    row = {"task": "perplexity", "metric": "perplexity", "value": value, "n": n, **more}
+    return [row | ({"data": data} if data else {})]
+
+
+@pytest.mark.parametrize(("name", "query"), [("seeds", {}), ("pareto", {"quality": "perplexity"}), ("hybrid", {})])
+def test_perplexities_of_one_name_on_other_text_are_told(store, name, query):
+    layout = {"type": "uniform", "mixer": {"type": "full"}}
+    for run in ("a", "b"):
+        store.create_run(run, {"config": {"layout": layout, "data": {"fingerprint": run}}}).close()
+        store.log_eval(run, "validation", evaluated_on("own", 90, 20.0, parameters=7))
+
+    def told() -> list[str]:
+        notes = figure(store, name, **query).notes
+        return [note for note in notes if "texts" in note or "fingerprint" in note]
+
+    assert told() == []  # trained on other data, and evaluated on the same
+    store.log_eval("a", "validation", evaluated_on("own", 90, 20.0, parameters=7, step=2))
+    assert told() == []
+    store.log_eval("b", "validation", evaluated_on("other", 95, 30.0, parameters=7))
+    assert told() == [
+        "Evaluated on several texts under one name: b. Of those one counts, at each depth; `lt2 results RUN` has them "
+        "all.",
+        "These are of different held-out texts (data other, own), so they have different scales.",
+    ]
+
+
+def test_texts_of_older_evaluations_are_told_apart_by_their_tokens(store):
+    store.create_run("a", {"config": {}}).close()
+    for n in (90, 95, 90):
+        store.log_eval("a", "validation", evaluated_on(None, n, 20.0))
+    (note, *_) = figure(store).notes
+    assert note.startswith("Evaluated on several texts under one name: a.")
+    (run,) = evaluated(Source(store.storage.root).snapshot())
+    assert run.perplexity == 20.0
+
+
+def test_a_perplexity_with_a_name_of_its_own_is_no_other_value_of_the_models(store):
+    store.create_run("a", {"config": {}}).close()
+    store.log_eval(
+        "a", "validation", [*evaluated_on("x", 90, 20.0), *evaluated_on("y", 95, 9.0, task="perplexity-32k")]
+    )
+    (run,) = evaluated(Source(store.storage.root).snapshot())
+    assert (run.perplexity, run.scores["perplexity-32k", "perplexity"]) == (20.0, 9.0)
+
+
+def test_at_each_depth_the_evaluation_that_counts_is_drawn(store):
+    store.create_run("a", {"config": {}}).close()
+    for n, value in ((90, 20.0), (9, 30.0)):
+        store.log_eval("a", "depth", evaluated_on("x", n, value, n_loops=2, flops_per_token=5.0))
+    found = figure(store, "depth")
+    assert [row[5] for row in found.rows] == [20.0]
+    assert any(note.startswith("Evaluated on several texts under one name: a.") for note in found.notes)

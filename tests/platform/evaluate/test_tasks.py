@@ -105,6 +105,7 @@ def test_perplexity_of_a_part_of_the_held_out_rows(tmp_path, data):
     assert [found["sequences"] for found in halves] == [2, 2]
     assert sum(found["loss"] for found in halves) / 2 == pytest.approx(whole["loss"])
     (loss, _) = run_tasks([PerplexityConfig(held_out="report", max_sequences=1)], net, context(tmp_path, data))
+    assert loss["data"] == dataset.manifest["fingerprint"][:12]
     tokens = torch.as_tensor(dataset.batch([2])["tokens"])
     logits = net.logits(net(tokens[:, :-1]).hidden)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -263,6 +263,29 @@ def test_paper_table_shows_our_runs_beside_the_papers(tmp_path):
         lt2("paper-table", "other", "--storage", tmp_path)
 
 
+def test_perplexities_on_two_texts_are_told_apart(tmp_path):
+    store, row = ResultsStore(Storage(str(tmp_path))), {"task": "perplexity", "metric": "perplexity"}
+    store.create_run("mine", {"config": {}}).close()
+    store.log_eval("mine", "validation", [row | {"value": 12.5, "n": 90, "data": "aaaa"}])
+    assert not lt2("paper-table", "mine", "--storage", tmp_path, "--format", "csv").splitlines()[-1].count("text")
+    assert "aaaa" not in lt2("results", "--storage", tmp_path)
+    store.log_eval("mine", "validation", [row | {"value": 9.5, "n": 90, "data": "bbbb"}])
+    last = lt2("paper-table", "mine", "--storage", tmp_path, "--format", "csv").splitlines()[-1]
+    assert last.startswith("mine,ours,9.5,,")
+    assert "PPL is on one of 2 texts; no ARC-E" in last
+    lines = [line.split() for line in lt2("results", "--storage", tmp_path).splitlines() if "perplexity" in line]
+    assert [line[1:] for line in lines] == [["12.5", "no", "90", "aaaa"], ["9.5", "90", "bbbb"]]
+
+
+def test_a_result_without_a_value_is_none(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    row = {"task": "piqa", "metric": "acc", "value": 0.7, "n": 4}
+    store.log_eval("mine", "validation", [row, row | {"value": None, "n": 9}])
+    for table in ("main", "recall"):
+        lines = lt2("paper-table", "--table", table, "--storage", tmp_path, "--format", "csv").splitlines()
+        assert lines[-1].startswith("mine,ours,,,,,70.0,") == (table == "main")
+
+
 def test_paper_table_of_recall(tmp_path):
     store = ResultsStore(Storage(str(tmp_path)))
     rows = [{"task": task, "metric": "contains", "value": 0.5} for task in (*SUITES["recall"], *SUITES["needles"])]

@@ -164,8 +164,9 @@ def paper_table(
     from lt2_platform.evaluate.paper import formats as paper_formats
     from lt2_platform.evaluate.paper import long_context as paper_recall
     from lt2_platform.evaluate.paper import main_table as paper
-    from lt2_platform.evaluate.repeats import quick_look
+    from lt2_platform.evaluate.repeats import other_text, quick_look
     from lt2_platform.results.store import ResultsStore
+    from lt2_platform.results.tables import as_number
     from lt2_platform.storage import Storage
     from lt2_workflows.commands.records import runs_named
     from lt2_workflows.console import table
@@ -180,7 +181,7 @@ def paper_table(
     root = Storage(storage)
     root.check_readable()
     for run, name, row in ResultsStore(root).index().evals:
-        if name == "validation":
+        if name == "validation" and as_number(row.get("value")) is not None:
             by_run.setdefault(run, []).append(row)
     chosen = runs_named(root, by_run, runs, "with evaluations; there are") if runs else sorted(by_run)
     scores_of = paper_recall.scores_of if which == "recall" else paper.scores_of
@@ -192,8 +193,9 @@ def paper_table(
         rows, columns = paper.compared(found, scale), paper.COLUMNS
     asked = paper_recall.TASKS if which == "recall" else paper.TASKS
     for row in rows:
-        few = quick_look(by_run[row["model"]], asked) if row["source"] == "ours" else ""
-        row["note"] = "; ".join(part for part in (few, row["note"]) if part)
+        own = by_run[row["model"]] if row["source"] == "ours" else []
+        told = (quick_look(own, asked), other_text(own) if which == "main" else "", row["note"])
+        row["note"] = "; ".join(part for part in told if part)
     if format_ == "text":
         shown = [
             {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()} for row in rows

@@ -118,8 +118,8 @@ def results(
         if differs := _settings(mine[0]["config"]):
             typer.echo(fill(differs, 120, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
         columns = ["metric", "step", "value", "unit"]
-        if any(not row["counts"] for row in mine):
-            columns.append("counts")
+        if any(not row["counts"] for row in mine):  # what tells repeated ones apart: few items, other text
+            columns += ["counts", "n", *(["data"] if any("data" in row for row in mine) else [])]
         typer.echo(table([row | {"counts": "" if row["counts"] else "no"} for row in mine], columns) + "\n")
 
 

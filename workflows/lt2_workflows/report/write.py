@@ -189,11 +189,11 @@ def _identity(run: Any, row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def evaluation_parts(rows: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
     yield "What else the results store has of this run (± is one standard error):"
-    columns = ["result", "value", "loops", "items", "limit", "unit"]
+    columns = ["result", "value", "loops", "items", "limit", "data", "unit"]
     lines = []
     for row in sorted(rows, key=lambda row: row["result"]):
         value = ablations.plus_minus(row["value"], row.get("stderr"), digits=4)
-        lines.append([row["result"], value, *(row.get(key) for key in ("n_loops", "n", "limit", "unit"))])
+        lines.append([row["result"], value, *(row.get(key) for key in ("n_loops", "n", "limit", "data", "unit"))])
     yield _without_empty(Table(columns, lines))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lt2_dashboards.queries import Snapshot, Source
+from lt2_dashboards.figures.parts.store import rows_of
+from lt2_dashboards.figures.parts.texts import PER_TOKEN, text_notes
+from lt2_dashboards.queries import RESULT, Snapshot, Source
 from lt2_dashboards.runs_table import how_many, matching, unusable
 from lt2_dashboards.silent import moment
 from lt2_platform.results.store import RunInfo
@@ -16,7 +17,6 @@ MAX_RUNS = 1_000
 # What runs are ranked by unless another result is asked for: the first of these that half of them have. Training losses
 # come last: runs that do not minimise the same cannot be compared by them, and are by whichever other one they have.
 RESULTS = ("validation/perplexity/perplexity", "validation_loss", "loss")
-_PER_TOKEN = re.compile(r"loss|perplexity|ppl|(^|/)(ce|kl)($|/)")
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
         )
     elif metric == "loss":
         notes += mixed_losses(snapshot.runs(names).values())
-    if _PER_TOKEN.search(metric) and len(_settings(snapshot, names, "data.fingerprint", "")) > 1:
-        notes.append(
-            "These runs read different data (data.fingerprint): losses and perplexities of another text or tokenizer "
-            "have another scale."
-        )
+    if PER_TOKEN.search(metric):
+        notes += _scales(snapshot, names, metric)
     if "/" not in metric and (still := _unfinished(snapshot, names)):
         notes.append(f"Of {still} {'run' if still == 1 else 'runs'} that did not end, it is the last value logged.")
     return Chosen(metric, runs, varying, notes, refused)
@@ -87,6 +84,18 @@ def mixed_losses(runs: Iterable[RunInfo]) -> list[str]:
 def _holds_more(run: RunInfo) -> bool:
     loss, ce = (run.last[name][1] if name in run.last else None for name in ("loss", "ce"))
     return loss is not None and ce is not None and abs(loss - ce) > 1e-3 * abs(ce)
+
+
+def _scales(snapshot: Snapshot, runs: list[str], metric: str) -> list[str]:
+    """The notes on losses and perplexities of different text: of what evaluations say, else of what runs trained on."""
+    found = rows_of(snapshot, f"{RESULT} = ?", [metric], runs=runs)
+    notes, told = text_notes(found), {run for run, row in found if row.get("data")}
+    if told != set(runs) and len(_settings(snapshot, runs, "data.fingerprint", "")) > 1:
+        notes.append(
+            "These runs read different data (data.fingerprint): losses and perplexities of another text or tokenizer "
+            "have another scale."
+        )
+    return notes
 
 
 def _settings(snapshot: Snapshot, runs: list[str], key: str, missing: str) -> list[str]:

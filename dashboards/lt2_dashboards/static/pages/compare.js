@@ -69,14 +69,16 @@ export function comparePage(main) {
       return h("tr", {}, h("th", { scope: "row" }, key), values.map((value, index) => h("td", { class: `num${best === index ? " best" : ""}` }, number(value), delta(values, index))));
     };
     const evaluations = (row) => {
-      const { key, values, errors, items } = row;
+      const { key, values, errors, items, data } = row;
       const same = new Set(items.filter((count, index) => typeof values[index] === "number")).size < 2;
-      const best = same ? bestOf(key, values) : -1; // a quick look beside all items says nothing
+      const one = new Set(data.filter((text, index) => typeof values[index] === "number" && text !== null)).size < 2;
+      const best = same && one ? bestOf(key, values) : -1; // a quick look beside all items says nothing, nor other text
       const cell = (value, index) => {
         // Beside a number only: an evaluation that was cut off has items, but no result.
         const pair = typeof value === "number" ? pairs[body.runs[index].run]?.[key.split("/").slice(1).join("/")] : null;
         return h("td", { class: `num${best === index ? " best" : ""}` }, number(value), typeof errors[index] === "number" ? h("small", {}, `± ${number(errors[index], 2)}`) : null,
-          same || items[index] === null ? null : h("small", {}, `${number(items[index])} items`), delta(values, index),
+          same || items[index] === null ? null : h("small", {}, `${number(items[index])} items`),
+          one || data[index] === null ? null : h("small", {}, `data ${data[index]}`), one ? delta(values, index) : null,
           pair ? h("small", { class: pair.p_value < 0.05 ? "sure" : "", title: `Over ${number(pair.n)} items that both answered: ${number(pair.difference, 3)} ± ${number(pair.stderr, 2)}` }, `p = ${pair.p_value < 0.001 ? "<0.001" : number(pair.p_value, 2)}`.replace("= <", "< ")) : null,
           pair?.note ? h("small", { class: "note" }, pair.note) : null);
       };
