@@ -11,14 +11,17 @@ import importlib
 import importlib.util
 import sys
 import threading
+import traceback
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 SHIPPED = ("lt2.", "lt2_platform.", "lt2_workflows.")
+THEIRS = "lt2_user_"
+"""How the names of modules begin that are users' files."""
 
 
 class ConfigError(ValueError):
@@ -126,7 +129,7 @@ def _load_source(path: str) -> ModuleType:
     if not file.is_file():
         place = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
         raise ConfigError(f"source {path!r} does not exist{place}; give the path of the Python file that defines it")
-    name = "lt2_user_" + "_".join(file.with_suffix("").parts[1:])
+    name = THEIRS + "_".join(file.with_suffix("").parts[1:])
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -144,5 +147,26 @@ def _load_source(path: str) -> ModuleType:
                 f"workers: where a config of {error.name}.py is meant, give that file as its source, else install it "
                 "or put its folder on PYTHONPATH"
             ) from None
+        if isinstance(error, ImportError | SyntaxError):
+            raise ConfigError(_not_imported(path, file, error)) from error
         raise
     return module
+
+
+def _not_imported(path: str, file: Path, error: ImportError | SyntaxError) -> str:
+    """Which line of a user's file, or of what it imports, fails to import what."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}; it is not valid Python"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    own = [place for place, frame in enumerate(frames) if frame.filename == str(file)]
+    *_, last = frames[own[-1] :]
+    beyond = "" if last is frames[own[-1]] else f" (in {last.filename}:{last.lineno})"
+    return f"{path}:{frames[own[-1]].lineno}: {error}{beyond}; correct the import, or install what it needs"
+
+
+def in_their_file(error: Exception) -> TracebackType | None:
+    """The part of an error's traceback that begins in a user's file; None where there is none."""
+    found = error.__traceback__
+    while found is not None and not found.tb_frame.f_globals.get("__name__", "").startswith(THEIRS):
+        found = found.tb_next
+    return found

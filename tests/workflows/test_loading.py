@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from lt2.config import ConfigError
+from lt2_workflows.cli import main
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.overrides import apply_overrides, parse_override
 from tests.workflows.conftest import FAKE_STEPS
@@ -228,3 +230,32 @@ def test_a_module_beside_a_recipe_is_no_part_of_it(tmp_path):
     (tmp_path / "mine.py").write_text("import beside\n")
     with pytest.raises(ConfigError, match=r"mine.py imports 'beside', .* its source, else install it"):
         load_workflow(f"{tmp_path / 'mine.py'}:mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import math\nimport nonexistent\n", ":2: No module named 'nonexistent'; correct the import"),
+        ("from lt2.config import Nope\n", ":1: cannot import name 'Nope' from 'lt2.config'"),
+        ("import broken_of_mine\n", r":1: cannot import name 'nope' from 'math' .*\(in .*/broken_of_mine.py:2\)"),
+        ("\ndef mine(:\n", ":2: invalid syntax"),
+    ],
+)
+def test_what_a_recipes_file_cannot_import_is_named_by_its_line(tmp_path, monkeypatch, text, told):
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "broken_of_mine.py").write_text("\nfrom math import nope\n")
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/mine.py{told}"):
+        load_workflow(f"{tmp_path}/mine.py:mine")
+
+
+def test_another_error_in_a_recipes_file_is_shown_from_there(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text("def mine():\n    return {}['x']\n")
+    monkeypatch.setattr(sys, "argv", ["lt2", "plan", f"{tmp_path}/mine.py:mine"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1
+    assert first.startswith("Traceback")
+    assert second == f'  File "{tmp_path}/mine.py", line 2, in mine'

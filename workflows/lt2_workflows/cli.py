@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -255,14 +256,20 @@ def _terminator() -> Callable[[int, Any], None]:
 
 
 def main() -> None:
-    """Entry point: a user's mistake, a store or a Ray that fails is one line and exit code 2; all else is raised."""
+    """Entry point: a user's mistake, a store or a Ray that fails is one line and exit code 2; all else is raised, from
+    where a user's own file was called."""
     try:
         _check_arguments(sys.argv[1:])
         app()
     except Exception as error:
         line = _line(error)
         if line is None:
-            raise
+            from lt2.extension import in_their_file
+
+            if (theirs := in_their_file(error)) is None:
+                raise
+            traceback.print_exception(type(error), error, theirs)
+            sys.exit(1)
         print("\n".join(f"lt2: {part}" for part in line.splitlines()), file=sys.stderr)
         sys.exit(2)
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lt2.config import ConfigError, explain, load_source, mistakes
-from lt2.extension import SHIPPED, Extension
+from lt2.extension import SHIPPED, THEIRS, Extension
 from lt2_platform.wording import nearest, one_line
 from lt2_workflows.graph import STEP_TYPES, StepConfig, Workflow, configs_within
 from lt2_workflows.overrides import apply_overrides, parse_override
@@ -134,7 +134,7 @@ def _function_in_file(path: str, function: str) -> Callable[[], Workflow]:
     load_source(str(file))
     resolved = str(file.resolve())
     named = ((name, getattr(loaded, "__file__", None)) for name, loaded in sys.modules.items())
-    module = sys.modules[next(name for name, path in named if name.startswith("lt2_user_") and path == resolved)]
+    module = sys.modules[next(name for name, path in named if name.startswith(THEIRS) and path == resolved)]
     found = getattr(module, function, None)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
