@@ -143,6 +143,8 @@ def test_a_plan_says_of_each_trial_what_is_done_and_what_it_costs(store, tmp_pat
     training = planned("quickstart", "pretrain.train.steps", [40, 50])[1]
     assert training.startswith("    steps-40  1/4 steps done  pretrain: 647k parameters")
     assert "40 steps" in training
+    several = planned("distill_small", "teacher.train.seed", [0, 1])[1]
+    assert several.endswith("; then align, probe-0, probe-1, probe-2, probe-3 and 5 more")
     recall = planned("state_recall", "recall.max_steps", [40, 50])[1]
     assert "  recall: " in recall
     assert "at most 40 steps" in recall

@@ -114,7 +114,7 @@ def test_a_retry_takes_over_what_ended_and_the_schedulers_newest_results(retries
     def tune(config, jobs, context, folder):
         started.append(list(jobs))
         begun.append(rungs(context))
-        assert {job["watch"] for job in jobs.values()} == {"second"}
+        assert {tuple(job["watch"]) for job in jobs.values()} == {("second",)}
         again = ["done" if config.retry == retries[-1] else "failed"]
         for name, state in zip(jobs, again if config.retry else ["done", "failed", "stopped"]):
             storage.write_json(f"{folder}/{name}.json", {"name": name, "state": state, "run": None, "metrics": {}})

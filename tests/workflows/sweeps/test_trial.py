@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lt2.config import ConfigError
+from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.engine.attempt import Interrupted
 from lt2_workflows.engine.executor import Outcome
@@ -40,7 +42,7 @@ def drive(monkeypatch, tmp_path):
 
         reports: list = []
         monkeypatch.setattr("lt2_workflows.engine.executor.run", run)
-        job = {"ttl_s": 1.0, "watch": "second"}
+        job = {"ttl_s": 1.0, "watch": ["second", "third"]}
         return trial.drive(CHAIN, Storage(str(tmp_path)), job, reports.append, threading.Event()), reports
 
     return driven
@@ -57,11 +59,32 @@ def test_a_report_is_the_mean_of_the_last_ten_losses_of_the_step_that_is_watched
     again = progress("second", step=12, loss=0.0)  # a step that was reported is not reported again
     found, reports = drive(DONE, [*others, *events, again])
     assert reports == [
-        {"step": number, "loss": pytest.approx(sum(losses[:number][-10:]) / min(number, 10)), "logged": loss}
+        {
+            "of": "second",
+            "step": number,
+            "loss": pytest.approx(sum(losses[:number][-10:]) / min(number, 10)),
+            "logged": loss,
+        }
         for number, loss in enumerate(losses, 1)
     ]
     metrics = {f"{name}/size": 7 for name in CHAIN.configs}
     assert found == {"state": "done", "error": None, "log": None, "run": "third", "metrics": metrics}
+
+
+def test_each_training_of_a_trial_is_reported_from_its_own_beginning(drive):
+    events = [progress(name, step=step, loss=float(step)) for name in ("second", "third") for step in (30, 50)]
+    _, reports = drive(DONE, events)
+    assert [tuple(report.values()) for report in reports] == [
+        ("second", 30, 30, 30), ("second", 50, 40, 50), ("third", 30, 30, 30), ("third", 50, 40, 50),
+    ]  # fmt: skip
+
+
+def test_the_mean_of_a_training_that_goes_on_is_of_what_it_logged_before_too(drive, tmp_path):
+    with ResultsStore(Storage(str(tmp_path))).create_run(CHAIN.steps["second"].id, {"config": {}}) as writer:
+        for step, loss in enumerate((100.0, 1.0, math.nan, 2.0, 50.0), 10):
+            writer.log(step, {"loss": loss, "lr": 9.0})
+    _, reports = drive(DONE, [progress("second", step=14, loss=3.0)])  # step 14 is done again
+    assert [report["loss"] for report in reports] == [(100 + 1 + 2 + 3) / 4]
 
 
 def test_what_is_said_of_a_trial_is_the_loss_it_logged(tmp_path):
@@ -69,9 +92,9 @@ def test_what_is_said_of_a_trial_is_the_loss_it_logged(tmp_path):
     context = SimpleNamespace(storage=Storage(str(tmp_path)), progress=said.append)
     records = TrialRecords(SimpleNamespace(expanded=[]), context, "out/trials")  # type: ignore[arg-type]
     a = SimpleNamespace(config={"trial": "a"})
-    records.on_trial_result(1, [a], a, {"step": 1200, "loss": 6.5, "logged": 6.25})
+    records.on_trial_result(1, [a], a, {"of": "stage2", "step": 1200, "loss": 6.5, "logged": 6.25})
     assert records.last == {"a": {"step": 1200, "loss": 6.25}}
-    assert said[-1]["message"] == "a: training step 1,200, loss 6.2500"
+    assert said[-1]["message"] == "a: stage2 step 1,200, loss 6.2500"
 
 
 @pytest.mark.parametrize(

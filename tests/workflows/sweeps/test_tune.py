@@ -56,8 +56,8 @@ def sweep(tmp_path):
 
 def test_a_trial_that_ends_is_recorded_and_counted(sweep, monkeypatch):
     monkeypatch.setattr(tune, "count", lambda trial, context, run: {"second-1": 7}[run])
-    sweep.hear("lines-2", "result", {"step": 1500, "loss": 2.5, "logged": 1.25})
-    sweep.hear("lines-2", "result", {"step": 2000, "loss": 2.25, "logged": 1.125})
+    sweep.hear("lines-2", "result", {"of": "second", "step": 1500, "loss": 2.5, "logged": 1.25})
+    sweep.hear("lines-2", "result", {"of": "second", "step": 2000, "loss": 2.25, "logged": 1.125})
     sweep.hear("lines-2", "result", {"outcome": DONE})
     sweep.hear("lines-2", "complete")
     found = sweep.record("lines-2")
@@ -69,12 +69,12 @@ def test_a_trial_that_ends_is_recorded_and_counted(sweep, monkeypatch):
     }  # fmt: skip
     counts = {"steps": 2, "counts": "trials ended"}
     assert sweep.said == [
-        counts | {"step": 0, "message": "lines-2: training step 1,500, loss 1.2500"},
-        counts | {"step": 0, "message": "lines-2: training step 2,000, loss 1.1250"},
+        counts | {"step": 0, "message": "lines-2: second step 1,500, loss 1.2500"},
+        counts | {"step": 0, "message": "lines-2: second step 2,000, loss 1.1250"},
         counts | {"step": 1, "message": "lines-2: done"},
     ]
     sweep.begin()  # a later attempt counts it
-    sweep.hear("lines-3", "result", {"step": 1, "loss": 9.0, "logged": 9.0})
+    sweep.hear("lines-3", "result", {"of": "second", "step": 1, "loss": 9.0, "logged": 9.0})
     assert sweep.said[-1]["step"] == 1
 
 

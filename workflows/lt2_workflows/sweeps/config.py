@@ -44,7 +44,7 @@ class Asha(Config):
     """Asynchronous successive halving on the training loss of step `step`, compared at equal training steps.
 
     At `grace_steps`, then at `reduction` times as many and so on, a trial goes on if it is in the best 1/`reduction` of
-    those that got there. The loss is the mean of the last ten values the run reported.
+    those that got there. The loss is the mean of the last ten values the run reported, or logged before it went on.
     """
 
     type: Literal["asha"] = "asha"
@@ -177,9 +177,9 @@ def workflow_of(config: SweepStep, name: str, steps: dict[str, Any], source: str
     return workflow_from_record({"workflow": name, "recipe_file": None, "steps": steps}, source=source)
 
 
-def training_step(trial: Trial) -> str:
-    """The first step that trains, "" if none does."""
-    return next((name for name, step in trial.workflow.configs.items() if hasattr(step, "train")), "")
+def trainings(trial: Trial) -> list[str]:
+    """The steps that train."""
+    return [name for name, step in trial.workflow.configs.items() if hasattr(step, "train")]
 
 
 def check_asha(scheduler: Asha, trials: Sequence[Trial]) -> None:

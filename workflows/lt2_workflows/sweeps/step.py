@@ -29,11 +29,12 @@ from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import TTL_S, read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, Place, Workflow, fingerprint, step_type
 from lt2_workflows.inputs import places_of
-from lt2_workflows.sweeps.config import SweepStep, Trial, check_asha, training_step
+from lt2_workflows.sweeps.config import SweepStep, Trial, check_asha, trainings
 
 if TYPE_CHECKING:
     from lt2_platform.results.store import ResultsStore
 
+MAX_NAMED = 5  # steps of a trial beside the one that is described
 # Variables by which a process finds Ray, and with which code: those of a submitted job travel in the last one.
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
@@ -72,14 +73,16 @@ def describe_sweep(config: SweepStep, context: StepContext) -> str:
 
 
 def _cost(trial: Trial, context: StepContext) -> str:
-    """What the trial's training, or else its last step that can say, would do."""
+    """What the trial's first training, or else its last step that can say, would do; and which others it trains."""
     described = [name for name, step in trial.workflow.configs.items() if STEP_TYPES[step.type].describe]
-    name = training_step(trial) or (described[-1] if described else "")
+    name, *others = trainings(trial) or described[-1:] or [""]
     step = trial.workflow.steps.get(name)
     describe = STEP_TYPES[step.config.type].describe if step else None
     if step is None or describe is None:
         return ""
-    return f"{name}: {describe(step.config, replace(context, workflow=trial.workflow, step=step))}"
+    more = ", ".join(others[:MAX_NAMED]) + f" and {len(others) - MAX_NAMED} more" * (len(others) > MAX_NAMED)
+    told = describe(step.config, replace(context, workflow=trial.workflow, step=step))
+    return f"{name}: {told}" + (f"; then {more}" if others else "")
 
 
 @step_type(SweepStep, check=check_sweep, describe=describe_sweep, places=sweep_places)
@@ -172,7 +175,7 @@ def run_trials(
             "sweep": context.out,
             "environment": dict(environment),
             "ttl_s": TTL_S,
-            "watch": config.scheduler.step if config.scheduler.type == "asha" else training_step(trial),
+            "watch": [config.scheduler.step] if config.scheduler.type == "asha" else trainings(trial),
         }
     if jobs:
         from lt2_workflows.sweeps.tune import tune_trials  # Ray Tune

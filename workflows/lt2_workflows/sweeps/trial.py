@@ -6,6 +6,7 @@ here), so a trial that the scheduler stops, or whose driver is killed, leaves ne
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -31,8 +32,8 @@ Report = Callable[[dict[str, Any]], None]
 def run_trial(config: dict[str, Any], jobs: dict[str, dict[str, Any]]) -> None:
     """A Tune trainable. `config["trial"]` names one of `jobs`, plain JSON that `lt2_workflows.sweeps.step` makes.
 
-    Reports {"step", "loss", "logged"} of the job's watched step, the mean of the last SMOOTHED losses and the last of
-    them, and at the end {"outcome": as `outcome` returns it}.
+    Reports {"of", "step", "loss", "logged"} of the job's watched steps: the name, the training step, the mean of
+    the last SMOOTHED losses and the last of them; and at the end {"outcome": as `outcome` returns it}.
     """
     from ray import tune
 
@@ -68,19 +69,31 @@ def drive(
             events.put(None)
 
     threading.Thread(target=work, name="trial", daemon=True).start()
-    recent: deque[float] = deque(maxlen=SMOOTHED)
-    seen, reported = 0, time.monotonic()
+    recent: dict[str, deque[float]] = {}
+    seen, reported = Counter[str](), time.monotonic()
     while (event := events.get()) is not None:
-        values = event.get("values") or {}
-        if event["event"] != "progress" or event["step"] != job["watch"] or values.get("loss") is None:
+        values, name = event.get("values") or {}, event["step"]
+        if event["event"] != "progress" or name not in job["watch"] or values.get("loss") is None:
             continue
-        recent.append(values["loss"])
-        if values["step"] > seen and time.monotonic() - reported >= REPORT_SECONDS:
-            seen, reported = values["step"], time.monotonic()
-            report({"step": seen, "loss": sum(recent) / len(recent), "logged": values["loss"]})
+        if name not in recent:  # of a training that goes on, with what it logged before
+            recent[name] = deque(losses(storage, workflow.steps[name].id, values["step"]), SMOOTHED)
+        recent[name].append(values["loss"])
+        if values["step"] > seen[name] and time.monotonic() - reported >= REPORT_SECONDS:
+            seen[name], reported = values["step"], time.monotonic()
+            mean = sum(recent[name]) / len(recent[name])
+            report({"of": name, "step": values["step"], "loss": mean, "logged": values["loss"]})
     if "raised" in found:
         raise found["raised"]
     return outcome(workflow, storage, found)
+
+
+def losses(storage: Storage, run: str, before: int) -> list[float]:
+    """The finite losses that a run has logged below step `before`, in order; none of a run that there is not."""
+    from lt2_platform.results.store import ResultsStore
+
+    logged = ResultsStore(storage).metrics(run, ["loss"])
+    found = sorted(zip(logged["step"].to_pylist(), logged["value"].to_pylist(), strict=True))
+    return [loss for step, loss in found if step < before and math.isfinite(loss)]
 
 
 def outcome(workflow: Workflow, storage: Storage, found: dict[str, Any]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class TrialRecords(tune.Callback):
             self.outcomes[_name(trial)] = result["outcome"]
         elif "loss" in result:
             self.last[_name(trial)] = {"step": result["step"], "loss": result["logged"]}  # a mean is for schedulers
-            self._say(f"{_name(trial)}: training step {result['step']:,}, loss {result['logged']:.4f}")
+            self._say(f"{_name(trial)}: {result['of']} step {result['step']:,}, loss {result['logged']:.4f}")
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         stopped = {"state": "stopped", "error": None, "log": None, "run": None, "metrics": {}}
