@@ -8,30 +8,36 @@ from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.parts.dots import MAX_RUNS, dots
 from lt2_dashboards.figures.parts.store import Evaluated, evaluated, quick_looks
 from lt2_dashboards.queries import Source
-from lt2_platform.evaluate.paper.long_context import LONG_CONTEXT, METRICS, TASKS
+from lt2_platform.evaluate.paper.long_context import KNOWLEDGE, LENGTHS, LONG_CONTEXT, METRICS, TASKS, needles
 
 ERROR_BARS = "Bars, and ± in the table, are one standard error over the items."
+_SINGLE = re.compile(r"niah_single_[123]_([1-9][0-9]{1,6})")
 _RULER = re.compile(r"(?:ruler_)?(niah_\w+?|vt|cwe|fwe|qa_\w+?|qa|squad_qa|hotpot_qa)_([0-9]{3,7})")
 
 
 def long_context(source: Source, *, runs: list[str] | None = None) -> Figure:
-    """Knowledge recall within 2,048 tokens and single needles at 1k to 8k, beside the paper's Table 5 (1.3B)."""
-    labels = list(TASKS.values())
+    """Knowledge recall within 2,048 tokens, and single needles at 1k to 8k and what else this store has, beside
+    the paper's Table 5 (1.3B).
+    """
     found = evaluated(source.snapshot(), runs)
-    ours = _ours(found, list(TASKS), everyone=runs is not None)
-    errors = _errors(found, list(TASKS))
+    lengths = {int(match[1]) for run in found for task, _ in run.scores if (match := _SINGLE.fullmatch(task))}
+    columns = KNOWLEDGE | needles({*LENGTHS, *lengths})
+    tasks, labels = list(columns), list(columns.values())
+    ours = _ours(found, tasks, everyone=runs is not None)
+    errors = _errors(found, tasks)
+    paper = {model: [dict(zip(TASKS, row)).get(task) for task in tasks] for model, row in LONG_CONTEXT.items()}
     rows = [[run, "this store", *values, *errors[run]] for run, values in ours.items()]
-    rows += [[model, "paper", *values, *[None] * len(TASKS)] for model, values in LONG_CONTEXT.items()]
+    rows += [[model, "paper", *values, *[None] * len(tasks)] for model, values in paper.items()]
     notes = [
         "Paper: Table 5, 1.3B, T = 4 where looped, trained at 2,048 tokens, so that 4k is extrapolation (its appendix "
         "says 4,096); it has no 8k. Its caption says the hybrids are 1:1, its text 4:1."
     ]
     if any(error is not None for run in ours for error in errors[run]):
         notes.append(ERROR_BARS)
-    notes += quick_looks([run for run in found if run.run in ours], TASKS)
+    notes += quick_looks([run for run in found if run.run in ours], tasks)
     return Figure(
         "Recall and needles (%)",
-        dots(labels, LONG_CONTEXT, ours, unit="answers found (%)", errors=errors),
+        dots(labels, paper, ours, unit="answers found (%)", errors=errors),
         ["model", "source", *labels, *(f"{label} ±" for label in labels)],
         lambda: rows,
         notes,

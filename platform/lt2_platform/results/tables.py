@@ -140,9 +140,14 @@ def objective_of(config: Mapping[str, Any]) -> str:
     """What a run minimises, by its settings: the objective's type (runs from before there were several say none), and
     the depths that its steps run where they differ.
     """
-    flat = flatten(config)
-    loops = flat.get("train.objective.loops")
-    return _objective_type(flat) + (f" at {as_text(loops)} loops" if loops else "")
+    depths = depths_of(config)
+    return _objective_type(flatten(config)) + (f" at {depths} loops" if depths else "")
+
+
+def depths_of(config: Mapping[str, Any]) -> str:
+    """The depths of a run whose steps differ in them, "" where they do not."""
+    loops = flatten(config).get("train.objective.loops")
+    return as_text(loops) if loops else ""
 
 
 def _objective_type(flat: Mapping[str, Any]) -> str:

@@ -46,13 +46,21 @@ def test_losses_of_different_objectives_are_not_ranked(store, name):
     assert len(figure(store, name, metric="ce").rows) > 0
 
 
-def test_losses_at_several_depths_are_told_from_those_at_one(store):
-    add(store, "a", loss=3.0)
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        ("loss", "These runs minimise different things (next_token, next_token at [1, 4] loops), so"),
+        ("ce", "Steps of these runs have different depths (all loops, [1, 4]), so"),
+    ],
+)
+def test_losses_at_several_depths_are_not_ranked_with_those_at_one(store, metric, told):
+    add(store, "a", loss=3.0, ce=3.0)
     train = {"objective": {"type": "next_token", "loops": [1, 4]}}
     with store.create_run("b", {"config": {"train": train, "data": {"fingerprint": "x"}}}) as writer:
-        writer.log(1, {"loss": 2.9})
-    note = "Losses of different objectives (next_token, next_token at [1, 4] loops) are not one quantity."
-    assert note in figure(store, "seeds", metric="loss").notes
+        writer.log(1, {"loss": 2.9, "ce": 2.9})
+    for name in ("seeds", "sweep"):
+        assert figure(store, name, metric=metric).option["empty"].startswith(told)
+    assert len(figure(store, metric=metric, q="objective.type=next_token objective.loops~[").rows) == 1
 
 
 def test_what_most_runs_have_of_the_comparable_results_is_shown(store):

@@ -246,6 +246,16 @@ def test_recall_and_ruler(source):
     assert "There are results at 1024, 4096 tokens" in figure(source, "ruler", length="8192").option["empty"]
 
 
+def test_needles_of_other_lengths_than_the_papers_are_shown(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    long = [{"task": f"niah_single_2_{n}", "metric": "contains", "value": v} for n, v in ((512, 0.9), (16384, 0.4))]
+    add(store, "a", uniform("full"), at=1.0, validation=long)
+    found = figure(Source(str(tmp_path)), "long_context")
+    drawn, paper = (dict(zip(found.columns, row, strict=True)) for row in (ours(found)[0], found.rows[-1]))
+    assert (drawn["NIAH-2 512"], drawn["NIAH-2 1k"], drawn["NIAH-2 16k"]) == (90.0, None, 40.0)
+    assert (paper["NIAH-2 512"], paper["NIAH-2 4k"], paper["NIAH-2 16k"]) == (None, 81, None)
+
+
 def test_a_quick_look_at_needles_is_told_where_it_is_drawn(tmp_path):
     store = ResultsStore(Storage(str(tmp_path)))
     needles = [{"task": f"niah_single_1_{n}", "metric": "contains", "value": 0.5} for n in (1024, 4096)]

@@ -11,7 +11,7 @@ from lt2_dashboards.queries import RESULT, Snapshot, Source
 from lt2_dashboards.runs_table import how_many, matching, unusable
 from lt2_dashboards.silent import moment
 from lt2_platform.results.store import RunInfo
-from lt2_platform.results.tables import objective_of
+from lt2_platform.results.tables import depths_of, objective_of
 
 MAX_RUNS = 1_000
 # What runs are ranked by unless another result is asked for: the first of these that half of them have. Training losses
@@ -42,15 +42,16 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
     if lost := unusable(snapshot, at=at, q=q, metric=metric):
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         notes.append(f"Left out, since their value is NaN or infinite: {', '.join(lost[:5])}{more}.")
-    if metric == "loss" and len(kinds := _settings(snapshot, names, "train.objective.type", "next_token")) > 1:
+    infos = list(snapshot.runs(names).values()) if metric in ("loss", "ce") else []
+    if differ := _differ(infos, metric):
         if any(having.get(name) for name in RESULTS[:-1]):  # nobody has asked for the loss
             return choose(source, q, max(RESULTS[:-1], key=lambda name: having[name]))
         refused = (
-            f"These runs minimise different things ({', '.join(kinds)}), so their losses are not one quantity. Choose "
-            "validation_loss or an evaluation as the result, or filter by objective.type."
+            f"{differ}, so their losses are not one quantity. Choose validation_loss or an evaluation as the result, "
+            "or filter by objective.type or objective.loops."
         )
     elif metric == "loss":
-        notes += mixed_losses(snapshot.runs(names).values())
+        notes += mixed_losses(infos)
     if PER_TOKEN.search(metric):
         notes += _scales(snapshot, names, metric)
     if "/" not in metric and (still := _unfinished(snapshot, names)):
@@ -63,6 +64,16 @@ def _default(having: Mapping[str, int]) -> str:
     seen = {name: min(having[name], MAX_RUNS) for name in RESULTS}
     most = max(seen.values())
     return next(name for name in RESULTS if 2 * seen[name] >= most) if most else RESULTS[-1]
+
+
+def _differ(runs: Iterable[RunInfo], metric: str) -> str:
+    """What makes a training loss, or cross entropy, of these runs several quantities; "" where it is one."""
+    kinds = sorted({objective_of(run.config) if metric == "loss" else depths_of(run.config) for run in runs})
+    if len(kinds) < 2:
+        return ""
+    if metric == "loss":
+        return f"These runs minimise different things ({', '.join(kinds)})"
+    return f"Steps of these runs have different depths ({', '.join(kind or 'all loops' for kind in kinds)})"
 
 
 def mixed_losses(runs: Iterable[RunInfo]) -> list[str]:

@@ -16,11 +16,19 @@ KNOWLEDGE = {
     "nq_cloze": "NQ",
     "drop_cloze": "DROP",
 }
-NEEDLES = {
-    f"niah_single_{kind}_{length}": f"NIAH-{kind} {length // 1024}k"
-    for kind in (1, 2, 3)
-    for length in (1024, 2048, 4096, 8192)
-}
+LENGTHS = (1024, 2048, 4096, 8192)
+
+
+def needles(lengths: Iterable[int]) -> dict[str, str]:
+    """{task: column} of the single needles at `lengths`, by kind and length."""
+    return {
+        f"niah_single_{kind}_{length}": f"NIAH-{kind} " + (f"{length}" if length % 1024 else f"{length // 1024}k")
+        for kind in (1, 2, 3)
+        for length in sorted(lengths)
+    }
+
+
+NEEDLES = needles(LENGTHS)
 TASKS = {**KNOWLEDGE, **NEEDLES}  # our names -> column; the paper has no 8k
 METRICS = ("contains", "acc")  # lm-eval's name for "the answer is in the continuation", then anything else
 COLUMNS = (*KNOWLEDGE.values(), "Avg", *NEEDLES.values())
