@@ -20,3 +20,12 @@ def nearest(name: Any, known: Any) -> str:
     """What to add to a message about an unknown name: the one of `known` that may have been meant, or all of them."""
     near = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
     return f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(sorted(str(item) for item in known))})"
+
+
+def amount(value: float) -> str:
+    """A count in three digits: '982', '1.53M', '2.1e+21' becomes '2.10e21'."""
+    for limit, suffix in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "B"), (1e15, "T")):
+        shown = f"{value / (limit / 1e3):.3g}"
+        if abs(float(shown)) < 1000:  # 999,999 is 1M
+            return f"{shown}{suffix}"
+    return f"{value:.2e}".replace("e+", "e")

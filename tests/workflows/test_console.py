@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 
-from lt2_workflows.console import Console, amount, duration, progress_line, table
+from lt2_platform.wording import amount
+from lt2_workflows.console import Console, duration, progress_line, table
 
 
 class Terminal(io.StringIO):
@@ -63,6 +64,7 @@ def test_what_is_told_once_stays():
 def test_numbers():
     assert [duration(s) for s in (4.4, 80, 11_100)] == ["4s", "1m20s", "3h05m"]
     assert [amount(n) for n in (982, 1.53e6, 2.4e12, 3e21)] == ["982", "1.53M", "2.4T", "3.00e21"]
+    assert [amount(n) for n in (0, 999.9, -999.9, 999_600, 999.6e12)] == ["0", "1k", "-1k", "1M", "1.00e15"]
 
 
 def test_table_aligns_numbers_to_the_right():

@@ -121,15 +121,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def amount(value: float) -> str:
-    """A count in three digits: '982', '1.53M', '2.1e+21' becomes '2.10e21'."""
-    for limit, suffix in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "B"), (1e15, "T")):
-        if abs(value) < limit:
-            scaled = value / (limit / 1e3)
-            return f"{scaled:.0f}" if not suffix else f"{scaled:.3g}{suffix}"
-    return f"{value:.2e}".replace("e+", "e")
-
-
 def number(value: float) -> str:
     """In a table: five digits, from a thousand on with separators and at most two decimals."""
     return f"{value:,.{0 if value.is_integer() else 2}f}" if abs(value) >= 1000 else f"{value:.5g}"

@@ -6,7 +6,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.stream import load_manifest
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray import trainer
-from lt2_workflows.console import amount
+from lt2_platform.wording import amount
 from lt2_workflows.cost import Training, flops_per_token
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.inputs import conflicts

@@ -19,7 +19,8 @@ from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.results.tables import flatten, objective_of, unit_of
-from lt2_workflows.console import amount, duration
+from lt2_platform.wording import amount
+from lt2_workflows.console import duration
 from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
 from lt2_workflows.report.pages import Folded, Part, Plot, Printed, Section, Table, as_html, as_markdown, cell

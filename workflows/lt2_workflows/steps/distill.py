@@ -14,7 +14,7 @@ from lt2.config import AnyMixer, MixerConfig, ModelConfig
 from lt2.distill.select import uniform_layers
 from lt2.train.config import TrainConfig
 from lt2_platform.distill.run import NEW_MIXER, DistillRun, kept_layout, stage_config
-from lt2_workflows.console import amount
+from lt2_platform.wording import amount
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import NotKnownYetError, Ref, StepConfig, step_type
 from lt2_workflows.steps.prepare import dataset_facts

@@ -18,7 +18,7 @@ from lt2_platform.data.tokenizers.tokenize import describe as tokenizer_record
 from lt2_platform.data.tokenizers.tokenize import is_as_recorded, load_tokenizer
 from lt2_platform.remake import remaking
 from lt2_platform.storage_errors import STORAGE_ERRORS
-from lt2_workflows.console import amount
+from lt2_platform.wording import amount
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import read_done

@@ -23,7 +23,7 @@ from lt2_platform.train.config import (
     check_workers,
     resolve_model,
 )
-from lt2_workflows.console import amount
+from lt2_platform.wording import amount
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import read_done

@@ -14,7 +14,7 @@ from pydantic import Field
 from lt2.config import ConfigError, ModelConfig
 from lt2_platform.data.sources.listing import version_of
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
-from lt2_workflows.console import amount
+from lt2_platform.wording import amount
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Resources, StepConfig, digest, step_type

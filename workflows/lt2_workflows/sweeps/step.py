@@ -22,7 +22,8 @@ from lt2_platform.json_values import finite
 from lt2_platform.machine.cores import share
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray.stopping import conveyed
-from lt2_workflows.console import amount, table
+from lt2_platform.wording import amount
+from lt2_workflows.console import table
 from lt2_workflows.engine.attempt import Interrupted
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray

@@ -13,6 +13,7 @@ from lt2_dashboards.figures.parts.store import Evaluated
 from lt2_platform.evaluate.student import mean_std
 from lt2_platform.results.store import differences
 from lt2_platform.results.tables import as_text, flatten
+from lt2_platform.wording import amount
 
 VARIED = {"layout", "ffn_hidden"}
 MAX_SETTINGS = 3  # that a label names
@@ -84,7 +85,7 @@ def surroundings(config: Mapping[str, Any]) -> dict[str, Any]:
 def depth_and_size(runs: Sequence[Evaluated]) -> str:
     """E.g. "T = 4, 1.34B"; of several sizes the smallest and the largest."""
     sizes = sorted({run.parameters for run in runs if run.parameters})
-    texts = list(dict.fromkeys(_amount(size) for size in (sizes[:1] + sizes[-1:])))
+    texts = list(dict.fromkeys(amount(size) for size in (sizes[:1] + sizes[-1:])))
     return f"T = {_loops(runs[0])}" + (f", {' to '.join(texts)}" if texts else "")
 
 
@@ -110,10 +111,3 @@ def _key(found: Mapping[str, Any]) -> str:
 
 def _loops(run: Evaluated) -> int:
     return kind.n_loops if (kind := run.architecture) else 1
-
-
-def _amount(parameters: int) -> str:
-    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= limit:
-            return f"{parameters / limit:.3g}{suffix}"
-    return str(parameters)
