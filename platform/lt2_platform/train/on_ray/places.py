@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # public ones sum over nodes, or ask a dashboard
+from ray.util import placement_group_table
 
 from lt2.config import ConfigError
 
@@ -59,6 +60,18 @@ def shortage(least: int, request: Request) -> str | None:
     if all(left[name] >= least * amount for name, amount in request.items()):
         return f"{why}, but in pieces: its nodes have room for {room}"
     return why
+
+
+def kept_waiting() -> str | None:
+    """Why workers that this process has asked Ray for do not begin: who asked at the same time came first. None while
+    nothing says that they must wait.
+    """
+    job = ray.get_runtime_context().get_job_id()  # which a group's id ends with
+    for key, group in placement_group_table().items():
+        if key.endswith(job) and group["state"] == "PENDING" and group["stats"]["scheduling_state"] == "NO_RESOURCES":
+            bundles = list(group["bundles"].values())
+            return shortage(len(bundles), bundles[0])
+    return None
 
 
 def describe(amounts: Request) -> str:

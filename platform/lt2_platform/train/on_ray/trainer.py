@@ -37,7 +37,7 @@ from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
 from lt2_platform.train.on_ray.incurable import OncePolicy, mistake
-from lt2_platform.train.on_ray.places import check_places, shortage, worker_request
+from lt2_platform.train.on_ray.places import check_places, kept_waiting, shortage, worker_request
 from lt2_platform.train.on_ray.side_evaluation import SideEvaluations
 from lt2_platform.train.on_ray.stopping import StopRequest, conveyed, requested
 from lt2_platform.train.preemption import ray_notice, ray_sigterm
@@ -108,15 +108,19 @@ def pretrain(
     storage, request = Storage(spec.out), stop or StopRequest()
     trainer = Trainer if stop is None else CallersSignals
 
+    waits = threading.Event()  # told once
+
     def told(values: dict[str, Any]) -> None:
+        if "waiting" in values:
+            waits.set()
         if values.get("step", 0) < values.get("steps", math.inf):
             request.possible.set()
         if progress is not None:
             progress(values)
 
     with some_ray(None):
-        scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu, progress)
-        with conveyed(request, storage), _followed(storage, told), _evaluated(spec, evaluation, use_gpu):
+        scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu, told)
+        with conveyed(request, storage), _followed(storage, told, waits), _evaluated(spec, evaluation, use_gpu):
             settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb, "folder": os.getcwd()}
             threads = _threads(num_workers, cpus_per_worker)
             while True:
@@ -167,12 +171,12 @@ def _scaling(
     min_workers: int | None,
     cpus_per_worker: float | None,
     use_gpu: bool,
-    progress: Progress | None,
+    progress: Progress,
 ) -> ScalingConfig:
     """Ask for what the cluster has; `progress` hears of it when that is in use."""
     least, request = min_workers or num_workers, worker_request(num_workers, cpus_per_worker, use_gpu)
     check_places(least, request, "num_workers" if min_workers is None else "min_workers")
-    if progress is not None and (why := shortage(least, request)) is not None:
+    if (why := shortage(least, request)) is not None:
         progress({"waiting": why})
     count = num_workers if min_workers is None else (min_workers, num_workers)
     return ScalingConfig(num_workers=count, use_gpu=use_gpu, resources_per_worker=dict(request))
@@ -262,9 +266,9 @@ def report_to_ray(metrics: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _followed(storage: Storage, progress: Progress) -> Iterator[None]:
+def _followed(storage: Storage, progress: Progress, waits: threading.Event) -> Iterator[None]:
     """Call `progress` with what rank 0 writes to `<out>/progress.json`, while the block runs; before that, whenever
-    training began anew, with the step that it goes on from."""
+    training began anew, with the step that it goes on from, and with what it waits for unless that was said."""
     stop = threading.Event()
     seen: dict[str, Any] = {}
 
@@ -284,6 +288,8 @@ def _followed(storage: Storage, progress: Progress) -> Iterator[None]:
     def follow() -> None:
         while not stop.wait(POLL_SECONDS):
             look()
+            if not seen and not waits.is_set() and (why := kept_waiting()) is not None:
+                progress({"waiting": why})
 
     storage.delete(PROGRESS)  # an earlier attempt's last words
     thread = threading.Thread(target=follow, name="lt2-progress", daemon=True)

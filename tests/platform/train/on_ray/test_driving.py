@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -24,9 +25,13 @@ from lt2_platform.train.on_ray.stopping import STOP_FILE, StopRequest
 from tests.platform.train.packed import write_dataset
 from tests.platform.train.test_worker import open_run, pretrain_config
 
+TOLD = threading.Event()  # of what waits for places
+TOLD.set()
+
 
 @pytest.fixture
 def no_ray(monkeypatch):
+    monkeypatch.setattr(trainer, "kept_waiting", lambda: None)
     monkeypatch.setattr(trainer, "some_ray", lambda parallelism: nullcontext())
     monkeypatch.setattr(trainer, "_scaling", lambda *more: None)
 
@@ -42,7 +47,7 @@ def test_whoever_follows_progress_survives_a_store_that_is_away(tmp_path, monkey
 
     heard = []
     monkeypatch.setattr(Storage, "read_json", away)
-    with trainer._followed(Storage(str(tmp_path)), heard.append):
+    with trainer._followed(Storage(str(tmp_path)), heard.append, TOLD):
         pass  # the look at the end is this thread's own
     assert heard == []
 
@@ -52,7 +57,7 @@ def test_where_training_goes_on_from_is_told_once_in_each_of_its_lives(tmp_path,
     storage, heard = Storage(str(tmp_path)), []
     storage.write_json("progress.json", {"began": 7, "step": 9, "steps": 10})  # an earlier attempt's
     lives = [(0, 1), (0, 2), (1000, 1001), (1000, 1002), (1000, 1001), (1000, 1003), (0, 4)]
-    with trainer._followed(storage, heard.append):
+    with trainer._followed(storage, heard.append, TOLD):
         assert not storage.exists("progress.json")
         for began, step in lives:
             count = len(heard)
@@ -66,9 +71,27 @@ def test_where_training_goes_on_from_is_told_once_in_each_of_its_lives(tmp_path,
     ]
 
 
+def test_workers_that_wait_for_places_say_so_once_and_not_after_they_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "POLL_SECONDS", 0.002)
+    looks = iter([None, None, "for 1 CPU"])
+    monkeypatch.setattr(trainer, "kept_waiting", lambda: next(looks))
+    storage, heard, waits = Storage(str(tmp_path)), [], threading.Event()
+
+    def told(values):
+        heard.append(values)
+        waits.set()
+
+    with trainer._followed(storage, told, waits):
+        until(lambda: heard)
+        time.sleep(0.02)
+        storage.write_json("progress.json", {"began": 0, "step": 1, "steps": 9})
+        until(lambda: len(heard) > 1)
+    assert heard == [{"waiting": "for 1 CPU"}, {"step": 1, "steps": 9}]
+
+
 def test_the_last_step_is_heard_of_however_seldom_anybody_looks(tmp_path):
     storage, heard = Storage(str(tmp_path)), []
-    with trainer._followed(storage, heard.append):
+    with trainer._followed(storage, heard.append, TOLD):
         storage.write_json("progress.json", {"began": 0, "step": 9, "steps": 9})
     assert heard == [{"step": 9, "steps": 9}]
 

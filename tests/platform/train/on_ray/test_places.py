@@ -1,12 +1,14 @@
 """Room for workers is counted node by node; nobody waits for a place that no node has."""
 
+from types import SimpleNamespace
+
 import pytest
 import ray
 
 import lt2_platform.train.on_ray.places
 from lt2.config import ConfigError
 from lt2_platform.train.on_ray import trainer
-from lt2_platform.train.on_ray.places import check_places, places, shortage, worker_request
+from lt2_platform.train.on_ray.places import check_places, kept_waiting, places, shortage, worker_request
 
 
 @pytest.fixture
@@ -44,16 +46,16 @@ def test_places_are_counted_node_by_node(cluster):
 def test_workers_that_fit_the_sum_but_no_node_are_refused(cluster):
     cluster({"CPU": 1}, {"CPU": 2})
     with pytest.raises(ConfigError) as refused:
-        trainer._scaling(1, None, 3, False, None)
+        trainer._scaling(1, None, 3, False, print)
     assert str(refused.value) == (
         "no room for 1 worker of 3 CPUs: the cluster has places for 0; its largest node, node1, has 2 CPUs; "
         "lower cpus_per_worker or add nodes"
     )
     with pytest.raises(ConfigError, match=r"2 workers of 1.5 CPUs: .* for 1; .* lower num_workers or add nodes"):
-        trainer._scaling(2, None, 1.5, False, None)
+        trainer._scaling(2, None, 1.5, False, print)
     with pytest.raises(ConfigError, match="lower min_workers or add nodes"):
-        trainer._scaling(4, 2, 1.5, False, None)
-    assert trainer._scaling(2, 1, 1.5, False, None).num_workers == (1, 2)
+        trainer._scaling(4, 2, 1.5, False, print)
+    assert trainer._scaling(2, 1, 1.5, False, print).num_workers == (1, 2)
 
 
 def test_the_setting_to_lower_is_that_of_who_asks(cluster):
@@ -104,3 +106,24 @@ def test_a_wait_for_free_places_that_are_in_pieces_is_told_too(cluster):
     assert heard == [{"waiting": said}]
     assert shortage(1, {"CPU": 2}) is None
     assert shortage(3, {"CPU": 2}) == "waiting for 3 places of 2 CPUs: 4 CPUs free"
+
+
+def test_workers_wait_whose_own_places_ray_has_none_for(cluster, monkeypatch):
+    cluster({"CPU": 2}, free=[{"CPU": 0.5}])
+    group = {
+        "state": "PENDING",
+        "stats": {"scheduling_state": "NO_RESOURCES"},
+        "bundles": {0: {"CPU": 1}, 1: {"CPU": 1}},
+    }
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "02000000"))
+
+    def waiting(job, **more):
+        monkeypatch.setattr(
+            lt2_platform.train.on_ray.places, "placement_group_table", lambda: {f"c7be{job}": group | more}
+        )
+        return kept_waiting()
+
+    assert waiting("02000000") == "waiting for 2 places of 1 CPU: 0.5 CPUs free"
+    assert waiting("01000000") is None  # another step's
+    assert waiting("02000000", state="CREATED") is None
+    assert waiting("02000000", stats={"scheduling_state": "QUEUED"}) is None
