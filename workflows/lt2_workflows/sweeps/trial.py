@@ -13,8 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from lt2.config import ConfigError, load_source
 from lt2_platform.storage import Storage
@@ -49,9 +48,7 @@ def run_trial(config: dict[str, Any], jobs: dict[str, dict[str, Any]]) -> None:
     tune.report({"outcome": found})
 
 
-def drive(
-    workflow: Workflow, storage: Storage, job: dict[str, Any], report: Report, stop: threading.Event
-) -> dict[str, Any]:
+def drive(workflow: Workflow, storage: Storage, job: dict[str, Any], report: Report, stop: threading.Event) -> Ended:
     """Run the workflow in a thread, until it ends or is stopped, and pass on its progress; the outcome."""
     from lt2_workflows.engine import executor
 
@@ -96,23 +93,32 @@ def losses(storage: Storage, run: str, before: int) -> list[float]:
     return [loss for step, loss in found if step < before and math.isfinite(loss)]
 
 
-def outcome(workflow: Workflow, storage: Storage, found: dict[str, Any]) -> dict[str, Any]:
-    """{"state": done, failed or interrupted, "error", "log", "run", "metrics"} of a workflow that ended."""
+class Ended(TypedDict):
+    """How a trial ended; `stopped` is by the scheduler. Of one that was not done, run and metrics are empty."""
+
+    state: Literal["done", "failed", "interrupted", "stopped"]
+    error: str | None
+    log: str | None
+    run: str | None
+    metrics: dict[str, float]
+
+
+def not_done(state: Literal["failed", "interrupted", "stopped"], error: str | None, log: str | None = None) -> Ended:
+    return {"state": state, "error": error, "log": log, "run": None, "metrics": {}}
+
+
+def outcome(workflow: Workflow, storage: Storage, found: dict[str, Any]) -> Ended:
+    """How a workflow ended."""
     if "error" in found:
-        return {"state": "failed", "error": found["error"], "log": None, "run": None, "metrics": {}}
+        return not_done("failed", found["error"])
     for name, each in found["outcomes"].items():
         if each.state in ("failed", "bad_input"):
-            return {"state": "failed", "run": None, "metrics": {}, **_failure(name, asdict(each))}
+            return not_done("failed", f"{name}, attempt {each.attempt}: {each.error}", each.log)
     for name, each in found["outcomes"].items():
         if each.state == "interrupted":
-            error = f"{name}: {each.error or 'stopped before it began'}"
-            return {"state": "interrupted", "error": error, "log": each.log, "run": None, "metrics": {}}
+            return not_done("interrupted", f"{name}: {each.error or 'stopped before it began'}", each.log)
     run, metrics = results_of(workflow, storage)
     return {"state": "done", "error": None, "log": None, "run": run, "metrics": metrics}
-
-
-def _failure(step: str, outcome: dict[str, Any]) -> dict[str, Any]:
-    return {"error": f"{step}, attempt {outcome['attempt']}: {outcome['error']}", "log": outcome["log"]}
 
 
 def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[str, float]]:

@@ -23,7 +23,7 @@ from lt2_workflows.engine.endings import AT_ONCE
 from lt2_workflows.plan import planned_training
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized
-from lt2_workflows.sweeps.trial import run_trial
+from lt2_workflows.sweeps.trial import Ended, not_done, run_trial
 
 HEAD = "node:__internal_head__"  # a resource that every cluster's head has
 DRIVERS = "tune_driver"  # one that a cluster may have, to say where trials are driven from
@@ -81,15 +81,15 @@ def _scheduler(config: SweepStep, jobs: Mapping[str, Any], context: StepContext)
 class TrialRecords(tune.Callback):
     """Writes `<folder>/<name>.json` as trials end, and says how far the sweep is.
 
-    A record: {"name", "label", "group", "seed", "settings", "steps": {name: id}, "parameters", "state": done, failed or
-    stopped, "error", "log", "run", "metrics": {"task/metric": value}, "last": {"step", "loss"} or None}.
+    A record: what `Ended` has, and {"name", "label", "group", "seed", "settings", "steps": {name: id}, "parameters",
+    "last": {"step", "loss"} or None}.
     """
 
     def __init__(self, config: SweepStep, context: StepContext, folder: str):
         self.context, self.folder = context, folder
         self.trials = {trial.name: trial for trial in config.expanded}
         self.last: dict[str, dict[str, Any]] = {}
-        self.outcomes: dict[str, dict[str, Any]] = {}
+        self.outcomes: dict[str, Ended] = {}
         self.ended = {name.removesuffix(".json") for name in context.storage.list(folder)}
         self.saving: set[str] | None = None
         self.interrupted: list[str] = []
@@ -125,8 +125,7 @@ class TrialRecords(tune.Callback):
             self._say(f"{_name(trial)}: {result['of']} step {result['step']:,}, loss {result['logged']:.4f}")
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        stopped = {"state": "stopped", "error": None, "log": None, "run": None, "metrics": {}}
-        outcome = self.outcomes.get(_name(trial), stopped)
+        outcome = self.outcomes.get(_name(trial), not_done("stopped", None))
         if outcome["state"] == "interrupted":  # it has not ended: the next attempt goes on with it
             self.interrupted.append(f"{_name(trial)}: {outcome['error']}")
         else:
@@ -134,10 +133,9 @@ class TrialRecords(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         if trial.status == "ERROR":  # not one that is started again
-            error = _last_line(trial.error_file)
-            self._end(_name(trial), {"state": "failed", "error": error, "log": None, "run": None, "metrics": {}})
+            self._end(_name(trial), not_done("failed", _last_line(trial.error_file)))
 
-    def _end(self, name: str, outcome: Mapping[str, Any]) -> None:
+    def _end(self, name: str, outcome: Ended) -> None:
         trial = self.trials[name]
         fields = {key: getattr(trial, key) for key in ("name", "label", "group", "seed", "settings")}
         steps = {step: each.id for step, each in trial.workflow.steps.items()}
