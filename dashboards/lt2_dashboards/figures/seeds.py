@@ -73,7 +73,7 @@ def _groups(snapshot: Snapshot, runs: list[tuple[str, float]]) -> dict[str, list
     )
     same, groups = dict(found), {}
     for run, value in runs:
-        groups.setdefault(same.get(run, ""), []).append((run, value))
+        groups.setdefault(same.get(run, run), []).append((run, value))  # of no settings at all nothing is known
     return groups
 
 

@@ -15,6 +15,7 @@ from lt2_dashboards.figures.parts.paper import RMS_GROWTH, STABILITY
 from lt2_dashboards.figures.parts.series import Panel, line, panels
 from lt2_dashboards.figures.parts.store import Architecture, architecture, known_runs, rows_of
 from lt2_dashboards.queries import Source
+from lt2_platform.evaluate.repeats import counting
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import unit_of
@@ -137,9 +138,13 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
     Compare a run with and without the output gate by `runs`; by default the newest runs that have these readings.
     """
     found: dict[str, dict[tuple[str, int, int], dict[str, Any]]] = {}
-    for run, row in rows_of(source.snapshot(), "e.name = 'diagnostics'", runs=runs):
-        if "loop" in row and "layer" in row:
-            found.setdefault(run, {})[str(row.get("metric")), row["loop"], row["layer"]] = row
+    keyed = (
+        ((run, str(row.get("metric")), row["loop"], row["layer"]), row)
+        for run, row in rows_of(source.snapshot(), "e.name = 'diagnostics'", runs=runs)
+        if "loop" in row and "layer" in row
+    )
+    for (run, metric, loop, layer), row in counting(keyed).items():
+        found.setdefault(run, {})[metric, loop, layer] = row
     names = list(found)[: len(found) if runs is not None else 3]
     found = {run: found[run] for run in names}
     kinds = {run: architecture(info.config) for run, info in source.snapshot().runs(names).items()}

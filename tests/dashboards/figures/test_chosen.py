@@ -258,3 +258,19 @@ def test_at_each_depth_the_evaluation_that_counts_is_drawn(store):
     found = figure(store, "depth")
     assert [row[5] for row in found.rows] == [20.0]
     assert any(note.startswith("Evaluated on several texts under one name: a.") for note in found.notes)
+
+
+def test_runs_without_settings_are_no_repeats_of_each_other(store):
+    for run, value in (("a", 20.0), ("b", 9.0)):
+        store.create_run(run, {"config": {}}).close()
+        store.log_eval(run, "validation", evaluated_on("x", 90, value))
+    found = figure(store)
+    assert [(row[-1], row[found.columns.index("runs")]) for row in found.rows] == [("b", 1), ("a", 1)]
+
+
+def test_readings_inside_a_model_are_of_its_newest_checkpoint(store):
+    store.create_run("a", {"config": {}}).close()
+    for step, value in ((900, 2.0), (100, 1.0)):
+        row = {"task": "diagnostics", "metric": "rms", "value": value, "step": step, "loop": 0, "layer": 0}
+        store.log_eval("a", "diagnostics", [row])
+    assert [row[-1] for row in figure(store, "loop_diagnostics").rows] == [2.0]
