@@ -22,8 +22,11 @@ def init_weights(model: LoopedLM, seed: int = 42) -> None:
     the number of physical layers. Mixers then set their own special parameters.
     """
     config = model.config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    cards = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=cards):
+        # torch.manual_seed would seed every card of the caller's, forked or not.
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[card] for card in cards)):
+            generator.manual_seed(seed)
         for module in model.modules():
             reset = getattr(module, "reset_parameters", None)
             if isinstance(module, nn.Linear):

@@ -152,10 +152,13 @@ def test_flops_of_projections_ffn_and_head_are_those_torch_counts(layout: dict):
     assert projections == length * (accounting.forward_flops(config, length) - mixing)
 
 
-def test_initial_weights_depend_on_the_seed_alone():
+def test_initial_weights_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch):
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     first, torch_state = build(config(), seed=3), torch.random.get_rng_state()
     again, other = build(config(), seed=3), build(config(), seed=4)
     assert torch.equal(torch.random.get_rng_state(), torch_state)
+    assert not seeded, "a card's random state is the caller's too"
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters()))
     assert not torch.equal(first.embed.weight, other.embed.weight)
     assert not first.rho.any()
