@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from lt2.config import HybridLayout, KeptLayout, MixerConfig, ModelConfig, RandomLayout
 
+T = TypeVar("T")
 Schedule = tuple[tuple["MixerConfig", ...], ...]
 """Indexed [loop][layer]."""
 
@@ -39,6 +40,11 @@ def layout(config: ModelConfig, draw: Collection[int] | None = None) -> Schedule
         chosen = draw_layers(spec, n_layers, step=0)  # type: ignore[arg-type]
     row = tuple(spec.attention if layer in chosen else spec.mixer for layer in range(n_layers))
     return (row,) * n_loops
+
+
+def of_each_loop(trained: Sequence[T], n_loops: int) -> tuple[T, ...]:
+    """What each of n_loops loops has, of what the trained ones have: later loops repeat the last one's."""
+    return tuple(trained[min(loop, len(trained) - 1)] for loop in range(n_loops))
 
 
 def attention_layers(spec: HybridLayout, n_layers: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from lt2.cache import Cache, LayerCache, allocate
 from lt2.config import ConfigError, MixerConfig, ModelConfig
 from lt2.init import init_fresh
 from lt2.layers import RMSNorm, SwiGLU
-from lt2.layout import Schedule, draw_layers, layout, weights_per_layer
+from lt2.layout import Schedule, draw_layers, layout, of_each_loop, weights_per_layer
 from lt2.mixers import build_mixer
 from lt2.mixers.shared import share_projections
 from lt2.sequence import SequenceInfo
@@ -218,7 +218,7 @@ class LoopedLM(nn.Module):
             raise ConfigError(f"n_loops is {n_loops}; it must be at least 1")
         if self.config.layout.type == "random" and step is not None:
             schedule = layout(self.config, draw_layers(self.config.layout, self.config.n_layers, step))
-        return tuple(schedule[min(loop, len(schedule) - 1)] for loop in range(n_loops))
+        return of_each_loop(schedule, n_loops)
 
     def init_cache(
         self, batch: int, max_len: int, *, n_loops: int | None = None, dtype: torch.dtype | None = None

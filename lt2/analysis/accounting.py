@@ -14,7 +14,7 @@ from torch import nn
 
 from lt2.cache import cache_dtype
 from lt2.config import ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout
-from lt2.layout import layout, weights_per_layer
+from lt2.layout import layout, of_each_loop, weights_per_layer
 from lt2.mixers.shared import SharedRows
 from lt2.model import Block, LoopedLM
 from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig, NextTokenConfig, ObjectiveConfig
@@ -70,13 +70,9 @@ def _blocks(config: ModelConfig) -> list[Block]:
 
 
 def _mixer_table(blocks: list[Block], config: ModelConfig, seq_len: int, n_loops: int) -> list[list[float]]:
-    schedule = layout(config)
     return [
-        [
-            _mixer_flops(blocks[layer], spec, config, seq_len)
-            for layer, spec in enumerate(schedule[min(loop, len(schedule) - 1)])
-        ]
-        for loop in range(n_loops)
+        [_mixer_flops(blocks[layer], spec, config, seq_len) for layer, spec in enumerate(row)]
+        for row in of_each_loop(layout(config), n_loops)
     ]
 
 
@@ -221,8 +217,7 @@ def cache_bytes(
 ) -> int:
     """Bytes that `model.init_cache(batch, max_len, n_loops=n_loops)` holds over all (loop, layer)."""
     loops = [sum(sum(layer.values()) for layer in loop) for loop in cache_table(config, max_len, dtype)]
-    depth = len(loops) if n_loops is None else n_loops
-    return batch * (sum(loops[:depth]) + max(0, depth - len(loops)) * loops[-1])  # the last loop's mixers repeat
+    return batch * sum(of_each_loop(loops, n_loops or config.n_loops))
 
 
 def cache_table(config: ModelConfig, max_len: int, dtype: torch.dtype = torch.bfloat16) -> list[list[dict[str, int]]]:

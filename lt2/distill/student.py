@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from lt2.config import ActHalting, ConfigError, ExitGate, KeptLayout, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.layout import of_each_loop
 from lt2.mixer_configs import DSAConfig
 from lt2.mixers.shared import fused_heads
 from lt2.model import Block, LoopedLM, build
@@ -91,8 +92,7 @@ def start_from(student: LoopedLM, source: LoopedLM) -> None:
     theirs = dict(source.named_parameters())
     for name, parameter in student.named_parameters():
         if name == "rho" and name in theirs:
-            loops = [min(loop, len(theirs[name]) - 1) for loop in range(len(parameter))]
-            parameter.copy_(theirs[name][loops])
+            parameter.copy_(torch.stack(of_each_loop(theirs[name].unbind(), len(parameter))))
         elif name in theirs:
             parameter.copy_(theirs[name])
     layout = student.config.layout
