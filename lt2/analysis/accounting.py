@@ -15,6 +15,7 @@ from torch import nn
 from lt2.cache import cache_dtype
 from lt2.config import ConfigError, KeptLayout, MixerConfig, ModelConfig, UniformLayout
 from lt2.layout import layout, of_each_loop, weights_per_layer
+from lt2.mixer_configs import DSAConfig
 from lt2.mixers.shared import SharedRows
 from lt2.model import Block, LoopedLM
 from lt2.train.objectives import AlignConfig, DistillConfig, ExitGateConfig, NextTokenConfig, ObjectiveConfig
@@ -96,6 +97,7 @@ def objective_flops(
     In stage 1 of a distillation everything runs forward and only the new mixers backward, as far as their input. Later
     stages have a head after every loop that counts: the mean over the run's steps. An exit gate's has one after every.
     Steps that run different numbers of loops count as their mean. Weights that the objective freezes have no gradient.
+    DSA counts as sparse: `warmup_flops` says what its dense steps cost more.
     """
     blocks, head = stack_flops(config, objective, seq_len), head_flops(config)
     if isinstance(objective, AlignConfig):
@@ -142,6 +144,22 @@ def depths(config: ModelConfig, objective: ObjectiveConfig) -> tuple[int, ...]:
     """Numbers of loops of training steps, each as often as the others."""
     drawn = objective.loops if isinstance(objective, NextTokenConfig) else None
     return drawn or (config.n_loops,)
+
+
+def warmup_flops(config: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> dict[int, float]:
+    """{warmup_steps: forward FLOPs per token} by which DSA costs more in a training's first steps, where it is dense.
+
+    The backward costs twice as much again, whatever the objective: only weights are frozen, and mixing has none.
+    """
+    each = depths(config, objective)
+    rows = [row for n_loops in each for row in of_each_loop(layout(config), n_loops)]
+    more: dict[int, float] = {}
+    for spec in (spec for row in rows for spec in row):
+        if isinstance(spec, DSAConfig) and spec.warmup_steps:
+            dense = spec.model_copy(update={"top_k": seq_len})
+            extra = dense.sequence_flops(config.dims, seq_len) - spec.sequence_flops(config.dims, seq_len)
+            more[spec.warmup_steps] = more.get(spec.warmup_steps, 0.0) + extra / len(each)
+    return more
 
 
 def _new_mixer_flops(config: ModelConfig, seq_len: int) -> float:

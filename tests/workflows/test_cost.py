@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lt2.analysis.accounting import CARD_BYTES, find_card, forward_flops, mixer_flops, training_flops
+from lt2.analysis.accounting import CARD_BYTES, find_card, forward_flops, mixer_flops, training_flops, warmup_flops
 from lt2.config import ConfigError, KeptLayout, ModelConfig
 from lt2.memory import OUTSIDE
 from lt2.train.config import TrainConfig
@@ -80,6 +80,18 @@ def test_steps_of_several_depths_cost_their_mean():
     for recompute in ("none", "selective", "block", "loop"):
         each = [flops_per_token(Training(end, plain, L), recompute) for end in ends]
         assert flops_per_token(Training(model, train, L), recompute) == pytest.approx(sum(each) / 2)
+
+
+def test_dense_steps_of_dsa_count_where_they_are_still_to_be_made():
+    layout = {"type": "uniform", "mixer": {"type": "dsa", "top_k": 16, "warmup_steps": 400}}
+    model, train = ModelConfig.model_validate(MODEL | {"layout": layout}), TrainConfig.model_validate(TRAIN)
+    more, forwards = warmup_flops(model, train.objective, L)[400], {"none": 3, "selective": 3, "block": 4, "loop": 5}
+    sparse = {name: flops_per_token(Training(model, train, L, done=400), name) for name in forwards}
+    assert sparse["none"] == training_flops(model, L)
+    for name, forward in forwards.items():
+        whole, half = (flops_per_token(Training(model, train, L, done=done), name) for done in (0, 200))
+        assert whole - sparse[name] == pytest.approx(forward * more * 400 / 1000)
+        assert half - sparse[name] == pytest.approx(forward * more * 200 / 800)
 
 
 def test_hours_of_a_run_in_fp32_are_said_to_be_too_few(described):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from lt2.analysis.accounting import CARD_BYTES, PEAK_FLOPS, depths, find_card, objective_flops, stack_flops
+from lt2.analysis.accounting import (
+    CARD_BYTES,
+    PEAK_FLOPS,
+    depths,
+    find_card,
+    objective_flops,
+    stack_flops,
+    warmup_flops,
+)
 from lt2.config import ConfigError, ModelConfig
 from lt2.layout import layout
 from lt2.memory import OUTSIDE, Known, Memory, keeps_gathered, plan_memory
@@ -129,8 +137,8 @@ def _by_policy(plans: dict[Recompute, Memory], run: Training, hardware: Hardware
 
 
 def flops_per_token(run: Training, recompute: Recompute) -> float:
-    """FLOPs a card spends per token: those of the objective, and what is computed again."""
-    config, seq_len, objective = run.model, run.seq_len, run.train.objective
+    """FLOPs a card spends per token, on average: those of the objective, and what is computed again."""
+    config, seq_len, objective, steps = run.model, run.seq_len, run.train.objective, run.train.steps
     blocks = stack_flops(config, objective, seq_len)
     recurrences = [
         sum(spec.sequence_flops(config.dims, seq_len) for spec in row if spec.type not in ("full", "window", "mla"))
@@ -138,7 +146,11 @@ def flops_per_token(run: Training, recompute: Recompute) -> float:
     ]
     each = [sum(recurrences[:n_loops]) for n_loops in depths(config, objective)]
     again = {"none": 0.0, "selective": sum(each) / len(each), "block": blocks, "loop": 2 * blocks}[recompute]
-    return objective_flops(config, objective, seq_len, teacher=run.teacher) + again
+    # DSA's first steps; their attention is kept where "selective" runs only recurrences again.
+    more = warmup_flops(config, objective, seq_len).items()
+    dense = sum(flops * max(0, until - run.done) for until, flops in more) / max(1, steps - run.done)
+    forwards = {"none": 3, "selective": 3, "block": 4, "loop": 5}[recompute]  # a backward is two
+    return objective_flops(config, objective, seq_len, teacher=run.teacher) + again + forwards * dense
 
 
 def _advice(run: Training, count: int, micro: int, size: float, known: Known) -> str:

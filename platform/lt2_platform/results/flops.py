@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,22 +18,36 @@ from lt2.train.objectives import NextTokenConfig, ObjectiveConfig
 from lt2_platform.results.tables import RunInfo
 
 
+@dataclass(frozen=True)
+class Spending:
+    """Training FLOPs per token of a run, and by how many more each until a step, where DSA is dense."""
+
+    per_token: float
+    warmup: Mapping[int, float]
+
+    def by(self, step: float, tokens: float) -> float:
+        """FLOPs of the first steps of a run, which read so many tokens."""
+        dense = sum(more * min(1.0, until / step) for until, more in self.warmup.items()) if step else 0.0
+        return tokens * (self.per_token + dense)
+
+
 def spent(runs: Iterable[RunInfo]) -> float | None:
     """Training FLOPs of some runs together, those of no tokens aside; None where nothing tells them, or not of all.
 
     A run that goes on from another one counts from there.
     """
     trained = [(run, *run.last["tokens"]) for run in runs if run.last.get("tokens", (0, 0))[0] > 0]
-    each = [flops_per_token(run.config, step, tokens) for run, step, tokens in trained]
-    known = [
-        per_token * (tokens - run.info.get("tokens_before", 0))
-        for per_token, (run, _, tokens) in zip(each, trained)
-        if not isinstance(per_token, str)
-    ]
-    return sum(known) if known and len(known) == len(each) else None
+    total = 0.0
+    for run, step, tokens in trained:
+        spending = spending_of(run.config, step, tokens)
+        if isinstance(spending, str):
+            return None
+        before = run.info.get("tokens_before", 0)
+        total += spending.by(step, tokens) - spending.by(step * before / tokens, before)
+    return total if trained else None
 
 
-def flops_per_token(config: Mapping[str, Any], step: int, tokens: float) -> float | str:
+def spending_of(config: Mapping[str, Any], step: int, tokens: float) -> Spending | str:
     """Of a run by its settings, with the rows of which it had read so many tokens at a step; or why they are unknown.
 
     The first call takes some seconds: it loads torch.
@@ -51,9 +66,12 @@ def flops_per_token(config: Mapping[str, Any], step: int, tokens: float) -> floa
 
 
 @lru_cache(maxsize=256)
-def _of_model(model: str, objective: str, seq_len: int) -> float | str:
+def _of_model(model: str, objective: str, seq_len: int) -> Spending | str:
     """Training FLOPs per token of a model and an objective, given as JSON, or why they cannot be counted."""
-    from lt2.analysis.accounting import objective_flops  # brings torch, which readers of results do without
+    from lt2.analysis.accounting import (  # brings torch, which readers of results do without
+        objective_flops,
+        warmup_flops,
+    )
 
     asked: dict[str, Any] = json.loads(objective) or {}
     shipped = asked.get("type") in ObjectiveConfig.kinds and not asked.get("source")
@@ -61,7 +79,10 @@ def _of_model(model: str, objective: str, seq_len: int) -> float | str:
     fields = {key: value for key, value in given.items() if key in ModelConfig.model_fields and value is not None}
     try:
         trained = ObjectiveConfig.read(asked) if shipped else NextTokenConfig()
-        return objective_flops(ModelConfig.model_validate(fields), trained, seq_len)
+        config = ModelConfig.model_validate(fields)
+        more = warmup_flops(config, trained, seq_len)
+        dense = {until: 3 * flops for until, flops in more.items()}
+        return Spending(objective_flops(config, trained, seq_len), dense)
     except (ValidationError, ConfigError, TypeError) as error:  # e.g. a mixer that this process does not know
         return f"its model cannot be counted: {why(error)}"
 

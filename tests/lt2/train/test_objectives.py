@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from lt2.analysis.accounting import objective_flops, training_flops
+from lt2.analysis.accounting import objective_flops, training_flops, warmup_flops
 from lt2.config import ActHalting, ConfigError, MixerConfig, ModelConfig, UniformLayout, explain
 from lt2.distill.student import student_config
 from lt2.mixer_configs import FullConfig
@@ -104,6 +104,18 @@ def test_flops_are_the_mean_of_the_depths():
     each = [training_flops(model.model_copy(update={"n_loops": n}), 64) for n in (1, 3, 3)]
     assert objective_flops(model, NextTokenConfig(loops=(1, 3, 3)), 64) == pytest.approx(sum(each) / 3, rel=1e-12)
     assert objective_flops(model, NextTokenConfig(), 64) == each[1]
+
+
+def test_the_first_steps_of_dsa_read_every_key():
+    L, dsa = 64, {"type": "dsa", "top_k": 8, "warmup_steps": 30}
+    mixers = {"attention": dsa, "mixer": dsa | {"warmup_steps": 0}}
+    model = tiny.config({"type": "hybrid", "ratio": "1:1", **mixers}, n_loops=3, n_layers=4)
+    keys = (sum(range(1, L + 1)) - sum(min(8, n) for n in range(1, L + 1))) / L
+    layers = 2 * 4 * model.dim * keys
+    assert warmup_flops(model, NextTokenConfig(), L) == {30: pytest.approx(3 * layers)}
+    assert warmup_flops(model, NextTokenConfig(loops=(1, 3)), L) == {30: pytest.approx(2 * layers)}
+    assert warmup_flops(model, NextTokenConfig(), 8) == {30: 0.0}
+    assert warmup_flops(tiny.config(), NextTokenConfig(), L) == {}
 
 
 def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lt2.analysis.accounting import head_flops, parameters, training_flops
+from lt2.analysis.accounting import head_flops, parameters, training_flops, warmup_flops
 from lt2.config import ConfigError, ModelConfig
-from lt2_platform.results.flops import flops_per_token, spent
+from lt2.train.objectives import NextTokenConfig
+from lt2_platform.results.flops import Spending, spending_of, spent
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
@@ -64,14 +65,31 @@ def test_what_a_run_spends_is_what_its_objective_computes():
     settings = MODEL | {"vocab_size": 259, "halting": {"type": "exit_gate"}}
     model = ModelConfig.model_validate(settings)
 
-    def counted(**objective: str) -> float | str:
+    def counted(**objective: str) -> float:
         train = {"global_batch_size": BATCH, "objective": objective}
-        return flops_per_token({"model": settings, "train": train, "data": {"seq_len": SEQ_LEN}}, 1, 1.0)
+        spending = spending_of({"model": settings, "train": train, "data": {"seq_len": SEQ_LEN}}, 1, 1.0)
+        assert isinstance(spending, Spending)
+        return spending.by(1, 1.0)
 
     plain = training_flops(model, SEQ_LEN)
     assert counted(type="next_token") == plain
     assert counted(type="exit_gate") == pytest.approx(plain + 3 * (model.n_loops - 1) * head_flops(model))
     assert counted(type="mine", source="gone.py") == counted(type="of another world") == plain
+
+
+def test_what_dsa_has_spent_has_its_dense_steps_where_they_were_made(store):
+    layout = {"type": "uniform", "mixer": {"type": "dsa", "top_k": 4, "warmup_steps": 6}}
+    sparse = trained(store, "a", steps=10, layout=layout)
+    trained(store, "early", steps=3, layout=layout)
+    runs = store.index().runs
+    for run, before in (("on", 4), ("late", 8)):
+        with store.create_run(run, {"config": runs["a"].config, "tokens_before": before * BATCH * SEQ_LEN}) as writer:
+            writer.log(10, {"tokens": 10 * BATCH * SEQ_LEN})
+    runs = store.index().runs
+    model = ModelConfig.model_validate(runs["a"].config["model"])
+    more = 3 * warmup_flops(model, NextTokenConfig(), SEQ_LEN)[6] * BATCH * SEQ_LEN  # per step
+    for run, steps, dense in (("a", 10, 6), ("early", 3, 3), ("on", 6, 2), ("late", 2, 0)):
+        assert spent([runs[run]]) == pytest.approx(steps * sparse / 10 + dense * more), run
 
 
 def test_the_table_has_what_a_configuration_cost(store):

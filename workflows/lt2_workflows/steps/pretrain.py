@@ -133,6 +133,7 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         beginning = f", from the weights of {_named(config.start)}"
     elif config.continue_from is not None:
         beginning = f", after step {first:,} of {_named(config.continue_from)}"
+    run = Training(model, config.train, seq_len, done=first)
     mixing = ""
     if isinstance(model.layout, HybridLayout):
         mixing = f", {model.layout.attention.type} in {realised_ratio(model.layout.ratio, model.n_layers)}"
@@ -140,7 +141,7 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled)"
         f"{mixing}, "
         f"{config.train.steps - first:,} steps, {amount(tokens)} tokens, "
-        f"{amount(tokens * flops_per_token(Training(model, config.train, seq_len), 'none'))} FLOPs, "
+        f"{amount(tokens * flops_per_token(run, 'none'))} FLOPs, "
         f"cache {amount(cost['cache_bytes_per_sequence']).replace('B', 'G')}B per sequence of {seq_len:,}"
         + beginning
         + "".join(f"; {remark}" for remark in remarks(model, config.train, seq_len))

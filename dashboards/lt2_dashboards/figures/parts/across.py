@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lt2_platform.results.flops import flops_per_token
+from lt2_platform.results.flops import spending_of
 from lt2_platform.results.store import RunInfo
 
 X = Literal["step", "tokens", "flops", "time"]
@@ -34,5 +34,5 @@ def across(x: X, curve: pa.Table, run: RunInfo, table: pa.Table) -> np.ndarray |
     spent = np.interp(step, np.append(0, at), np.append(0.0, tokens))
     if x == "tokens":
         return spent
-    per_token = flops_per_token(run.config, int(at[-1]), float(tokens[-1]))
-    return per_token if isinstance(per_token, str) else spent * per_token
+    spending = spending_of(run.config, int(at[-1]), float(tokens[-1]))
+    return spending if isinstance(spending, str) else np.array([spending.by(*point) for point in zip(step, spent)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lt2.analysis.accounting import objective_flops, peak_flops
+from lt2.analysis.accounting import objective_flops, peak_flops, warmup_flops
 from lt2.config import ModelConfig
 from lt2.model import LoopedLM
 from lt2.train.loop import TrainConfig, TrainState, autocast_dtype
@@ -29,12 +29,14 @@ class Observer:
     peak_memory_gb: this rank's peak since the last logged step (GPU, allocated) or since the process began (CPU, RSS).
     mfu: FLOPs of the objective (lt2.analysis.accounting.objective_flops, so a teacher's too, and no recomputation) of
         all tokens, learned or not, over the cards' dense bf16 peak; where the card is known and the run is in bf16.
+        DSA is dense or sparse as in the last step.
     """
 
     model: LoopedLM
     flops_per_step: float
     peak: float | None  # FLOP/s of all cards
     device: torch.device
+    warmup: dict[int, float] = field(default_factory=dict)  # until a step, FLOPs more per step
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     spikes: int = 0
 
@@ -49,10 +51,13 @@ class Observer:
     ) -> Observer:
         bf16 = autocast_dtype(config.precision, device) == torch.bfloat16
         card = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and bf16 else None
-        per_token = objective_flops(model.config, config.objective, seq_len, teacher=teacher) if card else 0.0
-        return cls(
-            model, per_token * config.global_batch_size * seq_len, card * ranks.world_size() if card else None, device
-        )
+        if not card:
+            return cls(model, 0.0, None, device)
+        tokens = config.global_batch_size * seq_len
+        per_token = objective_flops(model.config, config.objective, seq_len, teacher=teacher)
+        more = warmup_flops(model.config, config.objective, seq_len)
+        warmup = {until: 3 * flops * tokens for until, flops in more.items()}
+        return cls(model, per_token * tokens, card * ranks.world_size(), device, warmup)
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         norm = metrics["grad_norm"]
@@ -66,7 +71,8 @@ class Observer:
             for loop, value in enumerate(torch.linalg.vector_norm(rho, dim=1).tolist()):
                 metrics[f"rho_norm_{loop}"] = value
         if self.peak is not None:
-            metrics["mfu"] = self.flops_per_step / metrics["step_time"] / self.peak
+            flops = self.flops_per_step + sum(more for until, more in self.warmup.items() if state.step <= until)
+            metrics["mfu"] = flops / metrics["step_time"] / self.peak
 
 
 def peak_memory(device: torch.device) -> int:

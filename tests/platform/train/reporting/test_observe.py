@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt2.analysis.accounting import head_flops, peak_flops, training_flops
+from lt2.analysis.accounting import head_flops, peak_flops, training_flops, warmup_flops
 from lt2.model import build
 from lt2.train.loop import TrainState
+from lt2.train.objectives import NextTokenConfig
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
@@ -70,13 +71,13 @@ def test_spikes_are_counted_against_the_running_median():
     assert observe_norms([1.0, 1.0, 50.0])[-1] == 0
 
 
-def mfu(monkeypatch, model, *asked, **train):
+def mfu(monkeypatch, model, *asked, step=0, **train):
     monkeypatch.setattr(observe, "autocast_dtype", lambda precision, device: torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(observe, "peak_memory", lambda device: 0)
     observer = Observer.build(model, train_config(**train), 12, torch.device("cuda", 0), *asked)
     metrics = {"grad_norm": 1.0, "step_time": 1e-6, "tokens_per_s": 1.0}  # few of them are learned, all computed
-    observer.on_step(TrainState(), metrics)
+    observer.on_step(TrainState(step=step), metrics)
     return metrics["mfu"] * 989e12 / (8 * 12 / 1e-6)  # FLOPs per token
 
 
@@ -92,6 +93,14 @@ def test_mfu_counts_what_the_objective_computes(monkeypatch):
     assert mfu(monkeypatch, gated, objective={"type": "exit_gate"}) == pytest.approx(plain + every)
     final = {"type": "distill", "supervision": "final"}
     assert mfu(monkeypatch, gated, gated.config, objective=final) == pytest.approx(plain * 4 / 3)
+
+
+def test_mfu_counts_dense_steps_of_dsa_as_long_as_they_last(monkeypatch):
+    layout = {"type": "uniform", "mixer": {"type": "dsa", "top_k": 2, "warmup_steps": 3}}
+    net = build(model_config(layout=layout), seed=0)
+    more = 3 * warmup_flops(net.config, NextTokenConfig(), 12)[3]
+    flops = [mfu(monkeypatch, net, step=step) - training_flops(net.config, 12) for step in (3, 4)]
+    assert flops == [pytest.approx(more), pytest.approx(0, abs=1)]
 
 
 @pytest.mark.parametrize(
