@@ -61,9 +61,9 @@ class NSAConfig(MixerConfig):
                 "least 4 are needed for one to be chosen by score"
             )
         if self.backend == "fla":
-            self._check_kernel(num_heads, num_kv_heads)
+            self._check_kernel(num_heads, num_kv_heads, head_dim)
 
-    def _check_kernel(self, num_heads: int, num_kv_heads: int) -> None:
+    def _check_kernel(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         group = num_heads // num_kv_heads
         if group < 16 or not _power_of_two(group):
             raise ValueError(
@@ -74,6 +74,11 @@ class NSAConfig(MixerConfig):
         if not _power_of_two(self.num_blocks):  # the kernel would round it up and read more
             raise ValueError(
                 f'nsa: num_blocks is {self.num_blocks}, but fla\'s kernel needs a power of two; or set backend "torch"'
+            )
+        if head_dim > 256:
+            raise ValueError(
+                f"nsa: head_dim {head_dim} exceeds the 256 that fla's kernel allows; use more heads, or set backend "
+                '"torch"'
             )
         least = max(16, 2 * self.num_blocks)
         if not _power_of_two(self.block_size) or self.block_size < least:

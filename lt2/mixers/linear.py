@@ -45,7 +45,8 @@ class LinearAttention(nn.Module):
         o = run_linear_attention(q, k, v, None, seq, cache)
 
         if self.normalize:
-            o = o[..., :V] / (o[..., V:] + 1e-10)
+            # Before a row's first token both are 0; fp16 has no 1e-10.
+            o = o[..., :V] / (o[..., V:] + max(1e-10, torch.finfo(o.dtype).tiny))
         return self.o_proj(self.o_norm(o, None).flatten(2)), None
 
 

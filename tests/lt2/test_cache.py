@@ -80,3 +80,12 @@ def test_tensors_with_a_slot_per_token_are_told_from_states_of_any_shape():
 
     mixer: Any = SimpleNamespace(cache_spec=cache_spec)
     assert has_slot_per_token(mixer, Dims(dim=8, num_heads=2)) == {"slots", "second"}
+
+
+@torch.no_grad()
+def test_a_row_of_no_token_yet_is_a_number_in_half_precision():
+    net, ids = sample_model(SAMPLES["la1"]).half(), sample_tokens(SAMPLES["la1"])  # with `normalize`: 0 by 0
+    cache = net.init_cache(3, 24)
+    net(ids[:, :3], lengths=torch.tensor([0, 3, 1]), cache=cache)
+    got = net(ids[:, 3:9], cache=cache).hidden[0]
+    torch.testing.assert_close(got, net(ids[:1, 3:9]).hidden[0], rtol=0, atol=2e-2)
