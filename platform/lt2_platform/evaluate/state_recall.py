@@ -17,20 +17,23 @@ from lt2_platform.train.checkpoints import checkpoint, integrity
 
 
 def run_curriculum(
-    config: StateRecallConfig, *, out: str, evaluated: Callable[[dict[str, Any]], None] = lambda entry: None
+    config: StateRecallConfig,
+    *,
+    out: str,
+    evaluated: Callable[[dict[str, Any], bool], None] = lambda entry, found: None,
 ) -> dict[str, Any]:
     """Train through the stages and return {"n_max", "stage", "steps", "history"}; also in `<out>/result.json`.
 
     history: {n (bits), swaps, step, loss, all, final, moved} of every evaluation. n_max is 0 if not even the first
     stage is passed.
     Continues from the newest checkpoint under `out`, to the same bits on a CPU. `evaluated` is called with each entry
-    of the history as it is made, and again with those that are found.
+    of the history as it is made (False), or where it is found (True).
     """
     storage = Storage(out)
     if storage.exists("result.json"):
         result = storage.read_json("result.json")
         for entry in result["history"]:
-            evaluated(entry)
+            evaluated(entry, True)
         return result
     architecture = config.model
     model = build(architecture, seed=config.seed, device=this_device())
@@ -40,12 +43,12 @@ def run_curriculum(
         state = checkpoint.load(newest, model, optimizer)
         history = checkpoint.read_info(newest).train["history"]
         for entry in history:
-            evaluated(entry)
+            evaluated(entry, True)
     while (following := current(config, history)) is not None:
         size, steps = following
         state, entry = practise(config, model, optimizer, size, state, steps)
         history.append(entry)
-        evaluated(entry)
+        evaluated(entry, False)
         checkpoint.save(
             f"{out}/checkpoints",
             model,

@@ -34,17 +34,19 @@ def test_a_curriculum_resumes_to_the_same_bits(tmp_path):
     assert [entry["n"] for entry in whole["history"]] == sorted(entry["n"] for entry in whole["history"])
     assert run_curriculum(settings, out=str(tmp_path / "whole")) == whole
 
-    def interrupt(entry):
+    def interrupt(entry, found):
         if entry["step"] >= 8:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_curriculum(settings, out=str(tmp_path / "cut"), evaluated=interrupt)
     told = []
-    assert run_curriculum(settings, out=str(tmp_path / "cut"), evaluated=told.append) == whole
-    assert told == whole["history"]  # what the cut-off life had evaluated too
-    assert run_curriculum(settings, out=str(tmp_path / "cut"), evaluated=told.append) == whole
-    assert told == 2 * whole["history"]
+    tell = lambda entry, found: told.append((entry, found))  # noqa: E731
+    assert run_curriculum(settings, out=str(tmp_path / "cut"), evaluated=tell) == whole
+    assert told == [(entry, entry["step"] < 8) for entry in whole["history"]]  # what the cut-off life evaluated too
+    told.clear()
+    assert run_curriculum(settings, out=str(tmp_path / "cut"), evaluated=tell) == whole
+    assert told == [(entry, True) for entry in whole["history"]]
 
 
 def test_opening_programs_come_first_and_are_no_stage(tmp_path, monkeypatch):

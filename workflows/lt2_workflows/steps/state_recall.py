@@ -46,9 +46,17 @@ def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str,
     settings = json.loads(config.inner.model_dump_json())
     made_by = {"workflow": context.workflow.id, "step": context.step.id, **provenance()}
     with store.create_run(context.run_id, {"config": settings, **made_by}) as run:
+        began = 0
 
-        def evaluated(entry: dict[str, Any]) -> None:
+        def evaluated(entry: dict[str, Any], found: bool) -> None:
+            nonlocal began
             run.log(entry["step"], {"loss": entry["loss"], "accuracy": entry["all"]})
+            if found:
+                began = entry["step"]
+                return
+            if began:  # told with the first news: nothing else is progress
+                context.progress({"notice": f"goes on from step {began:,}"})
+                began = 0
             message = f"{entry['n']} bits, {entry['swaps']} swaps: accuracy {entry['all']:.3f}"
             context.progress({"message": message, "step": entry["step"], "accuracy": entry["all"]})
 
