@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, doc_ids: Tensor | None) -> Tensor:
     """Causal attention of a whole sequence; q (B, L, H, E), k and v (B, L, G, E) -> (B, L, H, E)."""
-    if window is not None and window < q.shape[1]:
+    if window is not None:
         return windowed_attention(q, k, v, window=window, doc_ids=doc_ids)
     return causal_attention(q, k, v, doc_ids=doc_ids)
 

@@ -135,6 +135,18 @@ def test_output_gate_scales_attention_before_the_output_projection(gate: str, mi
     torch.testing.assert_close(gated, expected, rtol=1e-12, atol=1e-13)
 
 
+def test_queries_and_keys_are_normed_by_their_own_weights():
+    net = model({"type": "uniform", "mixer": {"type": "full", "qk_norm": True}})
+    attention, x = net.blocks[0].mixers["softmax"], tokens(2, 7)
+    nn.init.constant_(attention.q_norm.weight, 2.0)
+    nn.init.constant_(attention.k_norm.weight, 3.0)
+    sizes = [
+        t.square().mean(-1) for t in attention.queries_and_keys(net.embed(x), net.sequence_info(x, None, None, None))
+    ]
+    for size, weight in zip(sizes, (2.0, 3.0)):
+        torch.testing.assert_close(size, torch.full_like(size, weight**2), rtol=1e-3, atol=0)
+
+
 def test_gate_on_a_recurrent_mixer_is_refused_by_name():
     with pytest.raises(ValidationError, match="gate"):
         config({**HYBRID, "mixer": {"type": "gdn", "gate": "elementwise"}})

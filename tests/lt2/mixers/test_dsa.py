@@ -33,7 +33,11 @@ def dense_dsa(mixer, spec, seq, x, first):
     """The mixer through dense L×L masks: (y, KL over the selected keys), indexer and attention both differentiable."""
     B = len(x)
     q, k, v = mixer.q_proj(x).view(B, L, 4, 4), mixer.k_proj(x).view(B, L, 2, 4), mixer.v_proj(x).view(B, L, 2, 4)
-    q, k = rotate(q, *seq.rope[4]), rotate(k, *seq.rope[4])
+    if spec.qk_norm:
+        q, k = (t / (t.square().mean(-1, keepdim=True) + DIMS.norm_eps).sqrt() for t in (q, k))
+        q, k = q * mixer.q_norm.weight, k * mixer.k_norm.weight
+    if spec.rope:
+        q, k = rotate(q, *seq.rope[4]), rotate(k, *seq.rope[4])
     index_q, index_k, index_w = mixer.indexer(x, seq)
     visible = torch.zeros(B, L, L, dtype=torch.bool)
     divergence = 0.0
@@ -60,7 +64,8 @@ def dense_dsa(mixer, spec, seq, x, first):
 @pytest.mark.parametrize("gate", [None, "elementwise", "headwise"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_mixer_attends_to_the_indexers_choice(documents, gate):
-    mixer, spec = sparse_models.lone_mixer({**late(SMALL), "gate": gate}, DIMS)
+    fields = {"gate": gate, "qk_norm": gate is not None, "rope": gate != "headwise"}
+    mixer, spec = sparse_models.lone_mixer({**late(SMALL), **fields}, DIMS)
     x = torch.randn(2, L, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     doc_ids = torch.tensor([[0] * 9 + [1] * 15, [0] * 24]) if documents else None
     first = torch.tensor([[0] * 9 + [9] * 15, [0] * 24]) if documents else torch.zeros(2, L)
@@ -80,6 +85,27 @@ def test_mixer_attends_to_the_indexers_choice(documents, gate):
         torch.autograd.grad((a * direction).sum() + b, parameters) for a, b in ((y, aux), (expected, divergence))
     )
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("turned", [0, 4, 8])
+def test_the_indexer_rotates_some_channels_and_scales_its_heads(turned):
+    mixer, spec = sparse_models.lone_mixer({**SMALL, "index_rope_dim": turned}, DIMS)
+    x = torch.randn(2, L, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seq, indexer = sparse_models.sequence(spec, DIMS, L), mixer.indexer
+    q, k, w = indexer(x, seq)
+    key = x @ indexer.k_proj.weight.T
+    key = (key - key.mean(-1, keepdim=True)) / (key.var(-1, unbiased=False, keepdim=True) + indexer.k_norm.eps).sqrt()
+    key = key * indexer.k_norm.weight + indexer.k_norm.bias
+    angle = torch.arange(L)[:, None] * DIMS.rope_theta ** -(torch.arange(0, turned, 2) / max(1, turned))
+
+    def rotated(t):  # (2, L, n, 8)
+        first, second = t[..., : turned // 2], t[..., turned // 2 : turned]
+        z = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)[:, None]
+        return torch.cat([z.real, z.imag, t[..., turned:]], -1)
+
+    torch.testing.assert_close(q, rotated((x @ indexer.q_proj.weight.T).view(2, L, 2, 8)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(k, rotated(key[:, :, None]).squeeze(2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(w, x @ indexer.w_proj.weight.T / 4)
 
 
 def test_every_key_selected_is_full_attention():
