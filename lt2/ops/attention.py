@@ -38,12 +38,10 @@ def causal_attention(
     return _by_document(q, k, v, doc_ids, scale)
 
 
-def attention_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
-) -> Tensor:
+def attention_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> Tensor:
     """One query per sequence against its cache: q (B, 1, Hq, D); k_cache, v_cache (B, M, Hkv, D); lengths (B,) int
     >= 1, how many cache entries of each sequence are valid (the new token's included). Returns (B, 1, Hq, D)."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1])
     backend = dispatch.attention_backend("attention_decode", q)
     if backend == "flash_attn":
         from flash_attn import flash_attn_with_kvcache

@@ -15,7 +15,7 @@ from lt2.config import ConfigError
 from lt2.generate import generate
 from lt2.mixer_configs.delta import delta_rule_flops
 from lt2.mixer_configs.linear import linear_attention_flops
-from lt2.mixers.recurrent import init_decay
+from lt2.mixers.recurrent import init_decay, log_decay
 from lt2.model import LoopedLM, build
 from lt2.ops.recurrence import chunking
 from lt2.ops.recurrence.gated_delta import gated_delta_rule
@@ -200,6 +200,12 @@ def test_decays_start_in_the_range_of_mamba2s(kind: str, least: float):
     for found, low, high in ((A, least, 16.0), (dt.log(), math.log(1e-3), math.log(1e-1))):
         assert low - 1e-3 <= float(found.min()) < low + (high - low) / 16
         assert high - (high - low) / 8 < float(found.max()) <= high + 1e-3
+
+
+def test_a_decay_is_no_coarser_in_half_precision():
+    a, A_log, dt_bias = (t.bfloat16() for t in torch.randn(3, 50, generator=torch.Generator().manual_seed(0)))
+    found = log_decay(a, A_log, dt_bias)
+    torch.testing.assert_close(found, log_decay(a.double(), A_log, dt_bias).float(), rtol=1e-5, atol=0)
 
 
 def test_short_convolutions_start_even_within_the_root_of_their_size():

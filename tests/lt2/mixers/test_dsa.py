@@ -61,11 +61,12 @@ def dense_dsa(mixer, spec, seq, x, first):
     return o, divergence / (B * L)
 
 
-@pytest.mark.parametrize("gate", [None, "elementwise", "headwise"])
+@pytest.mark.parametrize(("gate", "top_k"), [(None, 6), ("elementwise", 6), ("headwise", 6), (None, L)])
 @pytest.mark.parametrize("documents", [False, True])
-def test_mixer_attends_to_the_indexers_choice(documents, gate):
+def test_mixer_attends_to_the_indexers_choice(documents, gate, top_k):
+    """Or, as in its warm-up, to every key."""
     fields = {"gate": gate, "qk_norm": gate is not None, "rope": gate != "headwise"}
-    mixer, spec = sparse_models.lone_mixer({**late(SMALL), **fields}, DIMS)
+    mixer, spec = sparse_models.lone_mixer({**late(SMALL), **fields, "top_k": top_k}, DIMS)
     x = torch.randn(2, L, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     doc_ids = torch.tensor([[0] * 9 + [1] * 15, [0] * 24]) if documents else None
     first = torch.tensor([[0] * 9 + [9] * 15, [0] * 24]) if documents else torch.zeros(2, L)
@@ -78,6 +79,7 @@ def test_mixer_attends_to_the_indexers_choice(documents, gate):
     expected = mixer.o_proj(o.flatten(2))
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(aux, divergence, rtol=1e-10, atol=1e-12)
+    assert mixer.eval()(x, spec, seq, None)[1] is None
 
     parameters = list(mixer.parameters())
     direction = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

@@ -131,6 +131,10 @@ def test_top_positions_is_a_total_order():
     assert positions.shape == (1, 7)
     assert found.sum() == 6
     assert positions[~found].tolist() == [0]
+    for score in (-1.0, 0.0, 1.0):  # one ulp apart, and equal ones of a long row
+        close = torch.tensor([score, score]).nextafter(torch.tensor([-9.0, 9.0]))
+        assert top_positions(close.flip(0), torch.tensor(True), 1)[0].tolist() == [0]
+        assert top_positions(torch.full((70_000,), score), torch.tensor(True), 1)[0].tolist() == [69_999]
 
 
 @pytest.mark.usefixtures("pieces")
