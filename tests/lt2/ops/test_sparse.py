@@ -214,6 +214,9 @@ def test_index_scores_sum_rectified_heads():
         [torch.stack([oracle.index_score(q[b, t], k[b], w[b, t]) for t in range(5)]) for b in range(2)]
     )
     torch.testing.assert_close(index_scores(q, k, w), expected, **EXACT)
+    narrow = q.float(), k.float(), w.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(index_scores(*narrow).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 1 + [2] * 16, [0] * 26])
@@ -229,3 +232,17 @@ def test_nsa_is_its_three_branches(H, G, block_size, window, doc_ids):
     sizes = {"block_size": block_size, "num_blocks": 4, "window": window, "doc_ids": doc_ids}
     got = gradients(lambda *x: nsa_attention(*x, **sizes), q, k, v, gates)
     torch.testing.assert_close(got, gradients(lambda *x: oracle.nsa(*x, **sizes), q, k, v, gates), **EXACT)
+
+
+def test_nsa_in_half_precision_follows_fp64():
+    B, L, H, E = 2, 26, 2, 16
+    inputs = [random(B, L, n, E, seed=seed).bfloat16() for seed, n in enumerate((H, 1, 1))]
+    inputs.append(random(B, L, H, 3).sigmoid().bfloat16())
+    # Every block is read, so that rounded scores choose no others.
+    call = lambda *x: nsa_attention(*x, block_size=4, num_blocks=8, window=5)  # noqa: E731
+    half = [x.clone().requires_grad_() for x in inputs]
+    o = call(*half)
+    (o.double() * random(*o.shape, seed=5)).sum().backward()
+    for got, want in zip((o, *(x.grad for x in half)), gradients(call, *(x.double() for x in inputs)), strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - want).norm() / want.norm() < 2e-2
