@@ -142,9 +142,9 @@ def depth(
         for run, row in rows_of(snapshot, condition, [task, metric], runs=runs)
         if row.get("value") is not None and row.get("flops_per_token")
     ]
-    keyed = (((run, row["n_loops"], bool(row.get("early_exit")), _threshold(row)), row) for run, row in usable)
-    for (run, *place), row in counting(keyed).items():
-        found.setdefault(run, {})[place[0], place[1], place[2]] = row
+    keyed = (((run, (row["n_loops"], bool(row.get("early_exit")), _threshold(row))), row) for run, row in usable)
+    for (run, place), row in counting(keyed).items():
+        found.setdefault(run, {})[place] = row
     drawn = list(found)[:20]
     names = told_apart(snapshot, drawn)
     table, series = [], []

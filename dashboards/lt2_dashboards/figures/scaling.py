@@ -21,7 +21,7 @@ from lt2_dashboards.figures.parts.store import architecture
 from lt2_dashboards.figures.seeds import LOWER_IS_BETTER
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.student import mean_std
-from lt2_platform.results.flops import flops_per_token
+from lt2_platform.results.flops import spending_of
 from lt2_platform.results.store import RunInfo, differences
 from lt2_platform.results.tables import as_text, flatten
 
@@ -119,10 +119,10 @@ def _spent(infos: Mapping[str, RunInfo], x: str) -> tuple[dict[str, float], list
             left.setdefault("begin with or learn from other models, which spent something too", []).append(run)
         elif x == "tokens":
             spent[run] = tokens
-        elif isinstance(per_token := flops_per_token(info.config, step, tokens), str):
-            left.setdefault(f"spent FLOPs that nothing tells ({per_token})", []).append(run)
+        elif isinstance(spending := spending_of(info.config, step, tokens), str):
+            left.setdefault(f"spent FLOPs that nothing tells ({spending})", []).append(run)
         else:
-            spent[run] = per_token * tokens
+            spent[run] = spending.by(step, tokens)
     shown = lambda runs: ", ".join(runs[:5]) + f" and {len(runs) - 5} more" * (len(runs) > 5)  # noqa: E731
     return spent, [f"Left out, since they {why}: {shown(runs)}." for why, runs in left.items()]
 
