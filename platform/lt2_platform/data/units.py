@@ -241,7 +241,8 @@ def _refuse_if_too_long(length: int, job: Job, file: SourceFile, part: Slice, ro
     needed = -(-length // job.width)
     raise ConfigError(
         f"document {where} has {length:,} tokens, more than a shard holds ({job.shard_sequences:,} sequences of "
-        f"{job.width:,}); set prepare.shard_sequences to {needed:,} or more"
+        f"{job.width:,}); set prepare.max_document_tokens to split such, or prepare.shard_sequences to {needed:,} or "
+        "more"
     )
 
 

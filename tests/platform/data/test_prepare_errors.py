@@ -65,7 +65,7 @@ def folder(tmp_path):
         (
             {"source": "{}/long.jsonl", "shard_sequences": 16},
             "document {}/long.jsonl row 2 has 1,002 tokens, more than a shard holds (16 sequences of 32); "
-            "set prepare.shard_sequences to 32 or more",
+            "set prepare.max_document_tokens to split such, or prepare.shard_sequences to 32 or more",
         ),
         (
             {"source": "{}/bad.jsonl"},

@@ -15,16 +15,17 @@ from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, Tokenizer, desc
 from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 from lt2_platform.evaluate.compare import compare
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness.chat import TrainedChat
+from lt2_platform.evaluate.harness.chat import FolderChat, TrainedChat
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.lm import HarnessLM
-from lt2_platform.evaluate.harness.models import ModelSource
+from lt2_platform.evaluate.harness.models import FolderTokenizer, ModelSource
 from lt2_platform.evaluate.harness.recall import NEW_TOKENS, WINDOW
-from lt2_platform.evaluate.harness.run import evaluate
+from lt2_platform.evaluate.harness.run import evaluate, item_scores
 from lt2_platform.evaluate.harness.scoring import Scored
 from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
 from tests.platform import chats
+from tests.platform.data.tokenizers.test_chat_template import written
 from tests.platform.evaluate.items import choices, write
 from tests.platform.evaluate.test_formats import MATH, hub_folder, math_scoring_installed, sums
 from tests.platform.evaluate.tiny import model, save
@@ -228,6 +229,18 @@ def test_a_template_that_cannot_be_told(tmp_path, templates, message):
         run(tmp_path, model(), templates, config)
     rows = run(tmp_path, model(), templates, config.model_copy(update={"chat": "plain"}))
     assert {(row["task"], row["chat"]) for row in rows} == {("mine+plain", "plain")}
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_prompt_of_an_export_counts_as_that_of_its_checkpoint(tmp_path, bos):
+    ours, theirs = written("chatml", tmp_path, markers=True, bos=bos)
+    hashes = set()
+    for chat in (TrainedChat("chatml", "chat", ours), FolderChat(FolderTokenizer(theirs, "export"), ())):
+        text = chat.render([{"role": "user", "content": "How many?"}])
+        sample = {"doc_id": 0, "doc_hash": "", "prompt_hash": text, "target_hash": "", "metrics": ["acc"], "acc": 1.0}
+        sample |= {"filter": "none", "filtered_resps": [], "arguments": [(text, " 7")]}
+        hashes.add(item_scores(sample, chat)["prompt_hash"])
+    assert len(hashes) == 1
 
 
 def test_what_is_asked_otherwise_is_another_task_everywhere(tmp_path):

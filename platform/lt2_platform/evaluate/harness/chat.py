@@ -13,6 +13,7 @@ from typing import Protocol
 
 from lt2.config import ConfigError
 from lt2_platform.data.sources.documents import end_of_answer, text_of, up_to_answer
+from lt2_platform.data.tokenizers.chat_template import CUT
 from lt2_platform.data.tokenizers.tokenize import Tokenizer, encode
 from lt2_platform.data.units import encode_documents
 from lt2_platform.evaluate.config import HarnessConfig
@@ -115,6 +116,11 @@ class FolderChat:
                 f"the chat template of {self.tokenizer.name} refuses turns of {roles} ({error}); mend it, or choose "
                 "another by name (chat: chatml)"
             ) from error
+
+
+def asked(prompt: str, chat: Chat | None) -> str:
+    """A prompt's text, without BOS and what parts its pieces, which a template writes for the tokenizer alone."""
+    return prompt.replace(CUT, "").removeprefix(chat.tokenizer.bos_text) if isinstance(chat, FolderChat) else prompt
 
 
 def chat_of(config: HarnessConfig, source: ModelSource, tokenizer: Tokenizer) -> Chat | None:

@@ -140,6 +140,7 @@ class FolderTokenizer:
         self.vocab_size = len(tokenizer)
         self.eos_id = tokenizer.eos_token_id
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
+        self.bos_text = tokenizer.bos_token or ""
         self.prefix_id = tokenizer.bos_token_id  # stands for an empty context even where texts do not begin with it
         first = tokenizer("a").input_ids[0]
         self.bos_id = first if first == tokenizer.bos_token_id else None

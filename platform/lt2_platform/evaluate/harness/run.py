@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from lt2.config import ConfigError, ModelConfig, RandomLayout
 from lt2.model import LoopedLM
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness.chat import chat_of, framing, label
+from lt2_platform.evaluate.harness.chat import Chat, asked, chat_of, framing, label
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Tally
 from lt2_platform.evaluate.harness.models import FolderTokenizer, ModelSource
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, check_vocabulary
@@ -138,7 +139,7 @@ def run_task(lm: Any, name: str, definition: Definition, config: HarnessConfig, 
     )
     called = label(name, config, lm.chat, shots=definition.shots, usual=definition.usual_shots)
     samples = [line for lines in found["samples"].values() for line in lines]
-    items = [item_scores(sample) | {"cut_to": window_of(sample, lm)} for sample in samples]
+    items = [item_scores(sample, lm.chat) | {"cut_to": window_of(sample, lm)} for sample in samples]
     text = "".join(json.dumps({"task": called, **item}) + "\n" for item in items)
     Storage(out).write_bytes(f"samples/{called}.jsonl", text.encode())
     place = {"task": called, "split": definition.split, "task_sha256": definition.sha256}
@@ -166,11 +167,13 @@ def window_of(sample: Mapping[str, Any], lm: Any) -> int:
     return lm.max_length if any(request[0] in lm.shortened for request in sample["arguments"]) else 0
 
 
-def item_scores(sample: Mapping[str, Any]) -> dict[str, Any]:
+def item_scores(sample: Mapping[str, Any], chat: Chat | None = None) -> dict[str, Any]:
     """What of an item is kept: its number, hashes, metrics, and the model's answers (log-likelihoods or text)."""
     metrics = [name for name in sample["metrics"] if isinstance(sample[name], int | float)]
     numbers = {labelled(name, sample["filter"]): sample[name] for name in metrics}
     kept = {key: sample[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target_hash")}
+    if chat is not None:  # lm-eval's own is of the text with what is there for a folder's tokenizer alone
+        kept["prompt_hash"] = hashlib.sha256(asked(sample["arguments"][0][0], chat).encode()).hexdigest()
     answers = sample["filtered_resps"]
     if any(isinstance(answer, Voted) for answer in answers):
         kept["draws"] = [getattr(answer, "draws", None) for answer in answers]
