@@ -38,11 +38,11 @@ def add(
     """A finished run with `evals`: name of the evaluation -> its rows."""
     model = {"vocab_size": 300, "dim": 64, "n_layers": n_layers, "num_heads": 2}
     model |= {"n_loops": n_loops, "halting": halting, "layout": layout}
-    train = {"lr": 1e-3} | (train or {})
+    train = {"lr": 1e-3, "global_batch_size": 2} | (train or {})
     clock = Clock(at)
     with store.create_run(run, {"config": {"model": model, "train": train}}, clock=clock) as writer:
         for step in range(1, 81):
-            writer.log(step, {"loss": 3.0 + 1 / step, "grad_norm": 9.0 if step == 70 else 1.0})
+            writer.log(step, {"loss": 3.0 + 1 / step, "grad_norm": 9.0 if step == 70 else 1.0, "tokens": 64.0 * step})
     for name, rows in evals.items():
         store.log_eval(run, name, rows)
 

@@ -67,8 +67,8 @@ def scaling(source: Source, *, q: str = "", metric: str = "", x: Literal["flops"
     default a held-out loss. Runs that have not ended, or that begin with or learn from other models, are left out.
     """
     found, snapshot = choose(source, q, metric), source.snapshot()
-    if not metric and found.metric == RESULTS[0]:
-        found = choose(source, q, LOSS)
+    if not metric and found.metric == RESULTS[0] and (held_out := choose(source, q, LOSS)).runs:
+        found = held_out
     metric = found.metric
     title, unit = f"{metric} by training {'FLOPs' if x == 'flops' else 'tokens'}", NAMES[x].partition(" (")[0]
     columns = ["layout", "loops", unit, metric, "standard deviation", "best", "runs"]
