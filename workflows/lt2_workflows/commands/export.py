@@ -14,7 +14,7 @@ from lt2_workflows.commands.options import CheckpointArgument, StorageOption, ch
 
 def export(
     checkpoint: CheckpointArgument,
-    folder: Annotated[Path, typer.Argument(help="A new folder, in the Hugging Face layout.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder, in the Hugging Face layout.")],
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     template: Annotated[
         str | None,

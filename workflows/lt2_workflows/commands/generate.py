@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def generate(
     checkpoint: CheckpointArgument,
-    text: Annotated[str, typer.Argument(help="The prompt.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.")],
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask a model trained on conversations, by their template; shows the answer.")
     ] = False,

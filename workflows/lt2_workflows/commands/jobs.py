@@ -56,7 +56,9 @@ def submit(
 
 
 def resume(
-    workflow: Annotated[str, typer.Argument(help="A workflow's id or name, as `lt2 status` shows it.")],
+    workflow: Annotated[
+        str, typer.Argument(metavar="WORKFLOW", help="A workflow's id or name, as `lt2 status` shows it.")
+    ],
     address: AddressOption,
     storage: StorageOption = None,
     python: PythonOption = sys.executable,

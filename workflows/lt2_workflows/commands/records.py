@@ -25,7 +25,8 @@ LOST = "its process ended without a word; the same command goes on from what it 
 
 def status(
     workflow: Annotated[
-        str | None, typer.Argument(help="A workflow's id or name; if left out, all but the trials of sweeps.")
+        str | None,
+        typer.Argument(metavar="WORKFLOW", help="A workflow's id or name; if left out, all but the trials of sweeps."),
     ] = None,
     storage: StorageOption = None,
     json_: JsonOption = False,
@@ -145,8 +146,8 @@ def runs_named(root: Storage, known: Collection[str], names: Sequence[str], what
 
 
 def note(
-    run: Annotated[str, typer.Argument(help="A run, or a workflow with one.")],
-    text: Annotated[str, typer.Argument(help="What to say of it; nothing ('') takes the note away.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a workflow with one.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to say of it; nothing ('') takes the note away.")],
     storage: StorageOption = None,
 ) -> None:
     """Write a note on a run, for the dashboard to show. In its table of runs stands the newest one."""
