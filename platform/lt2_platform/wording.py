@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -29,3 +30,8 @@ def amount(value: float) -> str:
         if abs(float(shown)) < 1000:  # 999,999 is 1M
             return f"{shown}{suffix}"
     return f"{value:.2e}".replace("e+", "e")
+
+
+def first_of(names: Sequence[str], count: int = 5) -> str:
+    """The first of some names: 'a, b and 3 more'."""
+    return ", ".join(names[:count]) + f" and {len(names) - count} more" * (len(names) > count)

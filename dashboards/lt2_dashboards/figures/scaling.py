@@ -24,6 +24,7 @@ from lt2_platform.evaluate.student import mean_std
 from lt2_platform.results.flops import spending_of
 from lt2_platform.results.store import RunInfo, differences
 from lt2_platform.results.tables import as_text, flatten
+from lt2_platform.wording import first_of
 
 LOSS = "validation/perplexity/loss"  # of the same text as RESULTS[0]; a perplexity follows no power law
 FEWEST = 3  # points that a law is fitted to: through two goes any
@@ -123,8 +124,7 @@ def _spent(infos: Mapping[str, RunInfo], x: str) -> tuple[dict[str, float], list
             left.setdefault(f"spent FLOPs that nothing tells ({spending})", []).append(run)
         else:
             spent[run] = spending.by(step, tokens)
-    shown = lambda runs: ", ".join(runs[:5]) + f" and {len(runs) - 5} more" * (len(runs) > 5)  # noqa: E731
-    return spent, [f"Left out, since they {why}: {shown(runs)}." for why, runs in left.items()]
+    return spent, [f"Left out, since they {why}: {first_of(runs)}." for why, runs in left.items()]
 
 
 def _points(

@@ -118,8 +118,16 @@ def evaluate_anything(
     gguf = place.endswith(".gguf")
     source = ModelSource(str(Path(place).parent), gguf=Path(place).name) if gguf else ModelSource(place)
     if not source.is_transformers:
-        depths: Any = {"loops": loops, "exit_thresholds": exit_thresholds}
-        return evaluate_checkpoint(place, tasks, data=None, out=out, actors=actors, progress=progress, **depths)
+        return evaluate_checkpoint(
+            place,
+            tasks,
+            data=None,
+            out=out,
+            loops=loops,
+            exit_thresholds=exit_thresholds,
+            actors=actors,
+            progress=progress,
+        )
     if source.is_export:
         # By the code of checkpoints, hence with their numbers.
         context = TaskContext(source.place, source.load_tokenizer(), None, out, progress, actors)

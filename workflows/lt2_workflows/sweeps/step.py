@@ -22,7 +22,7 @@ from lt2_platform.json_values import finite
 from lt2_platform.machine.cores import share
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray.stopping import conveyed
-from lt2_platform.wording import amount
+from lt2_platform.wording import amount, first_of
 from lt2_workflows.console import table
 from lt2_workflows.engine.attempt import Interrupted
 from lt2_workflows.engine.context import StepContext
@@ -35,7 +35,6 @@ from lt2_workflows.sweeps.config import SweepStep, Trial, check_asha, trainings
 if TYPE_CHECKING:
     from lt2_platform.results.store import ResultsStore
 
-MAX_NAMED = 5  # steps of a trial beside the one that is described
 # Variables by which a process finds Ray, and with which code: those of a submitted job travel in the last one.
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
@@ -81,9 +80,8 @@ def _cost(trial: Trial, context: StepContext) -> str:
     describe = STEP_TYPES[step.config.type].describe if step else None
     if step is None or describe is None:
         return ""
-    more = ", ".join(others[:MAX_NAMED]) + f" and {len(others) - MAX_NAMED} more" * (len(others) > MAX_NAMED)
     told = describe(step.config, replace(context, workflow=trial.workflow, step=step))
-    return f"{name}: {told}" + (f"; then {more}" if others else "")
+    return f"{name}: {told}" + (f"; then {first_of(others)}" if others else "")
 
 
 @step_type(SweepStep, check=check_sweep, describe=describe_sweep, places=sweep_places)

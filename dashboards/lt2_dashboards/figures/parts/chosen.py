@@ -12,6 +12,7 @@ from lt2_dashboards.runs_table import how_many, matching, unusable
 from lt2_dashboards.silent import moment
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import depths_of, objective_of
+from lt2_platform.wording import first_of
 
 MAX_RUNS = 1_000
 # What runs are ranked by unless another result is asked for: the first of these that half of them have. Training losses
@@ -40,8 +41,7 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
     names = [run for run, _ in runs]
     notes, refused = [], ""
     if lost := unusable(snapshot, at=at, q=q, metric=metric):
-        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-        notes.append(f"Left out, since their value is NaN or infinite: {', '.join(lost[:5])}{more}.")
+        notes.append(f"Left out, since their value is NaN or infinite: {first_of(lost)}.")
     infos = list(snapshot.runs(names).values()) if metric in ("loss", "ce") else []
     if differ := _differ(infos, metric):
         if any(having.get(name) for name in RESULTS[:-1]):  # nobody has asked for the loss
@@ -85,9 +85,8 @@ def mixed_losses(runs: Iterable[RunInfo]) -> list[str]:
     more = [run.run_id for run in runs if _holds_more(run)]
     if not more or len(more) == len(runs):
         return []
-    others = f" and {len(more) - 5} more" if len(more) > 5 else ""
     return [
-        f"The loss of {', '.join(more[:5])}{others} holds more than cross entropy: what mixers (DSA's indexer) or "
+        f"The loss of {first_of(more)} holds more than cross entropy: what mixers (DSA's indexer) or "
         "halting add. Across these runs compare ce, or a validation result."
     ]
 
@@ -99,7 +98,7 @@ def _holds_more(run: RunInfo) -> bool:
 
 def _scales(snapshot: Snapshot, runs: list[str], metric: str) -> list[str]:
     """The notes on losses and perplexities of different text: of what evaluations say, else of what runs trained on."""
-    found = rows_of(snapshot, f"{RESULT} = ?", [metric], runs=runs)
+    found = rows_of(snapshot, f"{RESULT} = ?", [metric], runs=runs) if "/" in metric else []  # else it was logged
     notes, told = text_notes(found), {run for run, row in found if row.get("data")}
     if told != set(runs) and len(_settings(snapshot, runs, "data.fingerprint", "")) > 1:
         notes.append(

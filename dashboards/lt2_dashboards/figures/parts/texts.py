@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lt2_dashboards.figures.parts.store import AT_OWN_DEPTH, rows_of
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
 from lt2_platform.evaluate.repeats import counting, texts
+from lt2_platform.wording import first_of
 
 PER_TOKEN = re.compile(r"loss|perplexity|ppl|(^|/)(ce|kl)($|/)")
 """Finds metrics that have another scale on another text."""
@@ -30,15 +31,11 @@ def text_notes(found: Iterable[tuple[str, Row]]) -> list[str]:
     notes = []
     if several := [run for run, each in rows.items() if texts(each) > 1]:
         notes.append(
-            f"Evaluated on several texts under one name: {_first(several)}. Of those one counts, at each depth; "
+            f"Evaluated on several texts under one name: {first_of(several)}. Of those one counts, at each depth; "
             "`lt2 results RUN` has them all."
         )
     counts = counting((run, row) for run, each in rows.items() for row in each)
     data = sorted({str(row["data"]) for row in counts.values() if row.get("data")})
     if len(data) > 1:
-        notes.append(f"These are of different held-out texts (data {_first(data)}), so they have different scales.")
+        notes.append(f"These are of different held-out texts (data {first_of(data)}), so they have different scales.")
     return notes
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -60,6 +60,10 @@ class Chat(Protocol):
         """The conversation up to the assistant's next turn, or else up to where its last message goes on."""
         ...
 
+    def asked(self, prompt: str) -> str:
+        """What a rendered prompt asks: its text, without what is written for the tokenizer alone."""
+        ...
+
 
 @dataclass(frozen=True)
 class TrainedChat:
@@ -90,6 +94,9 @@ class TrainedChat:
         (ids,) = encode_documents(self.tokenizer, [pieces])
         return Conversation(text_of(pieces), [*encode(self.tokenizer, ""), *ids.tolist()], said)
 
+    def asked(self, prompt: str) -> str:
+        return prompt
+
 
 @dataclass(frozen=True)
 class FolderChat:
@@ -117,10 +124,8 @@ class FolderChat:
                 "another by name (chat: chatml)"
             ) from error
 
-
-def asked(prompt: str, chat: Chat | None) -> str:
-    """A prompt's text, without BOS and what parts its pieces, which a template writes for the tokenizer alone."""
-    return prompt.replace(CUT, "").removeprefix(chat.tokenizer.bos_text) if isinstance(chat, FolderChat) else prompt
+    def asked(self, prompt: str) -> str:
+        return prompt.replace(CUT, "").removeprefix(self.tokenizer.bos_text)
 
 
 def chat_of(config: HarnessConfig, source: ModelSource, tokenizer: Tokenizer) -> Chat | None:

@@ -13,7 +13,7 @@ from lt2.config import ConfigError, ModelConfig, RandomLayout
 from lt2.model import LoopedLM
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.config import HarnessConfig
-from lt2_platform.evaluate.harness.chat import Chat, asked, chat_of, framing, label
+from lt2_platform.evaluate.harness.chat import Chat, chat_of, framing, label
 from lt2_platform.evaluate.harness.dispatch import Dispatcher, Tally
 from lt2_platform.evaluate.harness.models import FolderTokenizer, ModelSource
 from lt2_platform.evaluate.harness.scoring import LoopedScorer, Scorer, check_vocabulary
@@ -173,7 +173,7 @@ def item_scores(sample: Mapping[str, Any], chat: Chat | None = None) -> dict[str
     numbers = {labelled(name, sample["filter"]): sample[name] for name in metrics}
     kept = {key: sample[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target_hash")}
     if chat is not None:  # lm-eval's own is of the text with what is there for a folder's tokenizer alone
-        kept["prompt_hash"] = hashlib.sha256(asked(sample["arguments"][0][0], chat).encode()).hexdigest()
+        kept["prompt_hash"] = hashlib.sha256(chat.asked(sample["arguments"][0][0]).encode()).hexdigest()
     answers = sample["filtered_resps"]
     if any(isinstance(answer, Voted) for answer in answers):
         kept["draws"] = [getattr(answer, "draws", None) for answer in answers]
