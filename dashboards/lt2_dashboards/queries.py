@@ -13,7 +13,7 @@ from typing import Any
 
 import duckdb
 
-from lt2_platform.evaluate.repeats import STANDING_SQL
+from lt2_platform.evaluate.repeats import READINGS, STANDING_SQL
 from lt2_platform.results.index import Layers, read_layers
 from lt2_platform.results.store import NOTE, Curves, ResultsStore, RunInfo
 from lt2_platform.results.tables import Eval, Tables
@@ -31,6 +31,7 @@ _LOOPS = "TRY_CAST(regexp_extract(e.row, '\"n_loops\": ([0-9]+)', 1) AS BIGINT)"
 _EXITS = "(nullif(regexp_extract(e.row, '\"early_exit\": (true|false)', 1), '') = 'true')"
 _AT = "coalesce(' at ' || nullif(regexp_extract(e.row, '\"exit_threshold\": ([0-9.e-]+)', 1), ''), '')"
 _DEPTH = f"(CASE WHEN name = 'depth' THEN {_LOOPS} || ' loops' || if({_EXITS}, ', early exit' || {_AT}, '') END)"
+_CURVES = ", ".join(f"'{name}'" for name in READINGS.values())  # SQL: evaluations whose rows are no results
 # SQL: of a run's entry, the id of the workflow that started it; NULL for a run of no workflow
 _WORKFLOW = """nullif(regexp_extract(entry, '"info": \\{"workflow": "([^"]+)"', 1), '')"""
 _OWN = f"""
@@ -39,7 +40,7 @@ CREATE VIEW own AS SELECT e.rowid AS place FROM evals e LEFT JOIN (
         bool_or((key LIKE 'model.halting%' OR key LIKE 'halting%') AND text <> 'null') AS halts
     FROM config GROUP BY run
 ) USING (run)
-WHERE e.name NOT IN ('depth', 'diagnostics')
+WHERE e.name NOT IN ('depth', {_CURVES})
     AND coalesce({_LOOPS} = trained, true) AND coalesce(trained IS NULL OR {_EXITS} = halts, true)
 """
 # SQL: what the result of an evaluation row is called, as `results.rows.result_name`
@@ -168,7 +169,7 @@ def load(tables: Tables) -> duckdb.DuckDBPyConnection:
     connection.execute(
         "CREATE TABLE numbers AS SELECT run, metric, value FROM metrics UNION ALL "
         f"SELECT run, {RESULT} AS metric, arg_max(value, ({STANDING_SQL}, rowid)) "
-        "FROM evals e WHERE value IS NOT NULL AND name <> 'diagnostics' GROUP BY ALL"
+        f"FROM evals e WHERE value IS NOT NULL AND name NOT IN ({_CURVES}) GROUP BY ALL"
     )
     connection.execute(_OWN)
     _add_notes(connection)

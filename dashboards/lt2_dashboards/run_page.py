@@ -14,7 +14,7 @@ from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.records import NotThereError, Records
 from lt2_dashboards.silent import Moment, moment
 from lt2_dashboards.steps import spec_path, step_states
-from lt2_platform.evaluate.repeats import counting
+from lt2_platform.evaluate.repeats import counting, is_reading
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import RunInfo, differences, flatten
 from lt2_platform.results.tables import as_text, total_steps, unit_of
@@ -134,7 +134,7 @@ def _evals(snapshot: Snapshot, run_ids: list[str]) -> list[dict[str, Any]]:
     found = counting(
         ((result_name(name, row), run), row)
         for run, name, row in snapshot.evals(run_ids)
-        if row.get("value") is not None and "layer" not in row  # readings inside a model are no results of it
+        if row.get("value") is not None and not is_reading(row)
     )
     parts = {"values": "value", "errors": "stderr", "items": "n", "data": "data"}
     return [

@@ -24,6 +24,7 @@ def test_progress_line():
     assert progress_line({"message": "copa", "batch": 3, "batches": 1250}) == "copa  batch 3/1,250"
     assert progress_line({"layer": 2, "layers": 24}) == "layer 2/24"
     assert progress_line({"part": 2, "parts": 8}) == "part 2/8"
+    assert progress_line({"message": "mine", "batch": 1200}) == "mine  batch 1,200"  # a task of one's own, say
     sweep = {"step": 3, "steps": 6, "counts": "trials ended", "message": "lr-1: training step 35, loss 3.1"}
     assert progress_line(sweep) == "trials ended 3/6  lr-1: training step 35, loss 3.1"
 

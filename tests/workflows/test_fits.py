@@ -67,6 +67,18 @@ def test_one_perplexity_does_not_hide_another_of_the_same_run(tmp_path: Path, st
     describe_plan(workflow_from_record(apart, source="test"), storage)
 
 
+def test_spans_that_no_row_holds(tmp_path: Path, storage: Storage):
+    fits, longer = ({"type": "positions", "length": length} for length in (64, 65))
+    for tasks in ([fits], [{"type": "positions"}]):
+        workflow = made(tmp_path, tasks=tasks)
+        check_inputs(workflow, storage, workflow.steps.values())
+    said = "length 65 is more than rows of the data hold, 64; prepare the documents once more with a larger seq_len"
+    assert told(made(tmp_path, tasks=[fits, longer]), storage).startswith(f"evaluate: tasks.1.{said}")
+    beside = {"evaluation": {"every": 2, "tasks": [longer]}}
+    workflow = made(tmp_path, tasks=[fits], train=TRAIN | {"checkpoint_every": 2}, resources=beside)
+    assert told(workflow, storage).startswith(f"pretrain: resources.evaluation.tasks.0.{said}")
+
+
 def test_exit_thresholds_ask_for_an_exit_gate(tmp_path: Path, storage: Storage):
     def at(checkpoint: Any = None, **pretrain: Any) -> Workflow:
         record = made(tmp_path, tasks=[{"type": "perplexity"}], **pretrain).record()

@@ -181,6 +181,7 @@ app.command()(export)
 app.command()(models.checkpoints)
 app.add_typer(models.bench, name="bench")
 app.command()(diagnosis.diagnose)
+app.command()(diagnosis.positions)
 app.command()(doctor)
 
 

@@ -94,8 +94,7 @@ def progress_line(values: dict[str, Any]) -> str:
     """
     parts = []
     if "step" in values:
-        total = f"/{values['steps']:,}" if "steps" in values else ""
-        parts.append(f"{values.get('counts', 'step')} {values['step']:,}{total}")
+        parts.append(f"{values.get('counts', 'step')} {_of(values, 'step', 'steps')}")
     if values.get("loss") is not None:
         parts.append(f"loss {values['loss']:.4f}")
     if values.get("tokens_per_s") is not None:
@@ -107,8 +106,12 @@ def progress_line(values: dict[str, Any]) -> str:
             parts.append(values[text])
     for one, all_ in (("batch", "batches"), ("layer", "layers"), ("part", "parts")):
         if one in values:
-            parts.append(f"{one} {values[one]:,}/{values[all_]:,}")
+            parts.append(f"{one} {_of(values, one, all_)}")
     return "  ".join(parts)
+
+
+def _of(values: dict[str, Any], one: str, all_: str) -> str:
+    return f"{values[one]:,}" + (f"/{values[all_]:,}" if all_ in values else "")
 
 
 def duration(seconds: float) -> str:

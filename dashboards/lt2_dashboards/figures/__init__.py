@@ -14,6 +14,7 @@ from lt2_dashboards.figures.distillation import distillation
 from lt2_dashboards.figures.downstream import downstream
 from lt2_dashboards.figures.figure import Figure, draw
 from lt2_dashboards.figures.layouts import layouts
+from lt2_dashboards.figures.positions import positions
 from lt2_dashboards.figures.quality import depth, pareto
 from lt2_dashboards.figures.recall import long_context, ruler
 from lt2_dashboards.figures.scaling import scaling
@@ -28,7 +29,7 @@ GROUPS = {
     "Ablations": (hybrid, output_gate, sweep, seeds, scaling),
     "Efficiency": (throughput, cost_vs_length, layer_cost),
     "Looping": (layouts, stability, loop_diagnostics, state_recall),
-    "Long context": (long_context, ruler),
+    "Long context": (long_context, ruler, positions),
     "Distillation": (distillation,),
     "Training": (curves,),
 }

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lt2.layout import loops_text
+from lt2_platform.evaluate.repeats import is_reading
 
 LOWER_IS_BETTER = {"perplexity", "ppl"}
-LEFT_OUT = {"loss", "flops_per_token", "mean_loops"}
+LEFT_OUT = {"loss", "late_loss", "flops_per_token", "mean_loops"}
 NOT_SCORES = ("teacher_kl", "_tokens_per_s", "context_cut", "empty_", "continuation_too_long", "not_a_number")
 
 
@@ -30,7 +31,7 @@ def retention_rows(
     table = []
     for row in teacher:
         metric = str(row["metric"])
-        if not is_score(metric) or "layer" in row:  # readings inside a model are no scores of it
+        if not is_score(metric) or is_reading(row):
             continue
         value = float(row["value"])
         scores = {name: values[_key(row)] for name, values in found.items() if _key(row) in values}

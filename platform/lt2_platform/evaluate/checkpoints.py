@@ -16,6 +16,7 @@ from lt2.packages import version_of
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig, depth_name
+from lt2_platform.evaluate.repeats import at_own_depth, is_reading
 from lt2_platform.evaluate.tasks import TaskContext, named, run_tasks
 from lt2_platform.json_values import finite
 from lt2_platform.machine.devices import this_device
@@ -36,16 +37,15 @@ class Evaluated:
     def evaluations(self) -> dict[str, list[dict[str, Any]]]:
         """The rows as the results store takes them, by the name of the evaluation.
 
-        Those at the depth the model was trained for are "validation", readings by (loop, layer) "diagnostics"; a table
-        over depths is "depth" as well.
+        Those of the model as it was trained are "validation", readings by (loop, layer) "diagnostics"; a table over
+        depths is "depth" as well. Losses by position are "positions", at every depth.
         """
         rows = [row | {"step": self.step, "parameters": self.parameters} for row in self.rows]
-        halts = any(row["early_exit"] for row in rows)
-        own = self.n_loops, halts, None
-        trained = [row for row in rows if (row["n_loops"], row["early_exit"], row.get("exit_threshold")) == own]
-        found = {"validation": [row for row in trained if "layer" not in row]}
+        trained = at_own_depth(rows, self.n_loops)
+        found = {"validation": [row for row in trained if not is_reading(row)]}
         found["diagnostics"] = [row for row in trained if "layer" in row]
-        found["depth"] = [row for row in rows if "layer" not in row] if len(trained) < len(rows) else []
+        found["positions"] = [row for row in rows if "position" in row]
+        found["depth"] = [row for row in rows if not is_reading(row)] if len(trained) < len(rows) else []
         return {name: rows for name, rows in found.items() if rows or name == "validation"}
 
 

@@ -76,6 +76,22 @@ class PerplexityConfig(TaskConfig):
     held_out: HeldOut = "all"
 
 
+class PositionsConfig(TaskConfig):
+    """Loss (nats per token) by how much of its document a model has read before: whether it uses a long context.
+
+    The held-out documents are cut into spans of `length` predicted tokens (default: the rows' seq_len), each read from
+    its beginning with nothing before it, so that every position is of the same spans. `name` as of `perplexity`.
+    """
+
+    module: ClassVar[str] = "lt2_platform.evaluate.positions:positions_rows"
+    type: Literal["positions"] = "positions"
+    name: str | None = Field(default=None, pattern=r"^[\w.+-]+$")
+    length: int | None = Field(default=None, ge=2)
+    batch_size: int = Field(default=8, ge=1)
+    max_spans: int | None = Field(default=None, ge=1)
+    held_out: HeldOut = "all"
+
+
 class ThroughputConfig(TaskConfig):
     """What to measure. The defaults are the protocol; fewer steps or repeats are for a quick look."""
 

@@ -1,13 +1,29 @@
-"""Which of several results counts when a run was evaluated more than once on a task."""
+"""Which rows of evaluations are results of a model, and which of several counts when there are several."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Row = TypeVar("Row", bound=Mapping[str, Any])
+
+READINGS = {"layer": "diagnostics", "position": "positions"}
+"""By the key that a row has of them, the evaluations whose rows are points of a curve and no results by themselves."""
+
+
+def is_reading(row: Mapping[str, Any]) -> bool:
+    """Whether a row is a point of a curve over layers or positions: many to a metric, for figures, not for tables."""
+    return not READINGS.keys().isdisjoint(row)
+
+
+def at_own_depth(rows: Sequence[Row], n_loops: int) -> list[Row]:
+    """Of one evaluation's rows at any depths those of the model as it was trained: at `n_loops`, with its own halting
+    if it halts, by its own threshold."""
+    halts = any(row.get("early_exit") for row in rows)
+    own = n_loops, halts, None
+    return [row for row in rows if (row["n_loops"], bool(row.get("early_exit")), row.get("exit_threshold")) == own]
 
 
 def standing(row: Mapping[str, Any]) -> tuple[int, bool, int]:

@@ -38,14 +38,19 @@ def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskCont
         vote=True,
         progress=context.progress,
     )
-    layout = model.config.layout
-    more = {"n": found["tokens"]} | ({"votes": layout.votes} if isinstance(layout, RandomLayout) else {})
-    if fingerprint := context.dataset.manifest.get("fingerprint"):
-        more["data"] = fingerprint[:12]  # as a run's settings have that of its own data
+    more = {"n": found["tokens"], **said_of(model, context.dataset)}
     return [
         {"metric": "loss", "value": found["loss"], "unit": "nats/token", "note": "held-out documents", **more},
         {"metric": "perplexity", "value": found["perplexity"], "unit": "", "note": "", **more},
     ]
+
+
+def said_of(model: LoopedLM, dataset: PackedDataset) -> dict[str, Any]:
+    """What rows say of how and on what they were measured: the `votes` of a random layout, and the `data`."""
+    layout = model.config.layout
+    votes = {"votes": layout.votes} if isinstance(layout, RandomLayout) else {}
+    fingerprint = dataset.manifest.get("fingerprint")  # so a run's settings say that of its own data
+    return votes | ({"data": fingerprint[:12]} if fingerprint else {})
 
 
 @torch.no_grad()

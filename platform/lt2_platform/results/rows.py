@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lt2_platform.evaluate.repeats import counting
+from lt2_platform.evaluate.repeats import counting, is_reading
 from lt2_platform.results.index import Index
 from lt2_platform.results.tables import as_number, flatten, unit_of
 
@@ -21,8 +21,7 @@ def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
     evaluations = [
         (run_id, result_name(name, row), row)
         for run_id, name, row in index.evals
-        if as_number(row.get("value")) is not None
-        and "layer" not in row  # readings inside a model are no results of it
+        if as_number(row.get("value")) is not None and not is_reading(row)
     ]
     chosen = counting(((run_id, name), row) for run_id, name, row in evaluations)
     for run_id, name, row in evaluations:

@@ -96,6 +96,25 @@ def test_diagnose_reads_what_the_run_was_trained_on(tmp_path):
     assert "give --data" in str(error)
 
 
+def test_positions_are_shown_by_depth_and_stored(tmp_path):
+    write_dataset(tmp_path / "steps" / "prepare-1" / "out")
+    save(tmp_path / "steps" / "train-1" / "out", model())
+    storage = Storage(str(tmp_path))
+    storage.write_json("steps/train-1/spec.json", {"needs": {"prepare": "prepare-1"}})
+    options = ["positions", "train-1", "--storage", str(tmp_path), "--length", "7"]
+    error = invoke(*options[:4]).exception  # documents of 5 and 8 tokens in rows of 13
+    assert "set the task's length to at most 7" in str(error)
+    result = invoke(*options, "--loops", "1,2")
+    assert result.exit_code == 0, result.output
+    head, _, *lines = [line.split("  ") for line in result.output.splitlines() if line]
+    assert [cell.strip() for cell in head if cell.strip()] == ["position", "tokens", "loss, 1 loop", "loss, 2 loops"]
+    assert [line[0].strip() for line in lines[:4]] == ["1", "2", "3 to 4", "5 to 7"]
+    assert "/figures/positions?runs=train-1" in result.output
+    rows = [row for _, name, row in ResultsStore(storage).index().evals if name == "positions"]
+    assert {(row["n_loops"], row["position"]) for row in rows} == {(n, last) for n in (1, 2) for last in (1, 2, 4, 7)}
+    assert len(json.loads(invoke(*options, "--json").output)) == 4
+
+
 def test_bench_mixers_takes_a_mixer_of_ones_own_and_measures_none_before_all_are_known(tmp_path):
     own = "examples/deltaproduct.py:DeltaProductConfig"
     options = ["bench", "mixers", "--dim", "32", "--heads", "2", "--seq-len", "128", "--device", "cpu"]

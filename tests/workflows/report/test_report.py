@@ -293,10 +293,10 @@ def test_an_evaluation_shows_numbers_first_and_folds_readings_away():
     section = Section("s", [table, folded])
     text = as_markdown("t", [section])
     assert "| 6,243,648 |" in text
-    assert "<summary>1 readings at every loop and layer (the dashboard draws them)</summary>\n\n| metric" in text
+    assert "<summary>Readings by layer: 1 (the dashboard draws them)</summary>\n\n| metric" in text
     assert "| rms | 1.5 | 0 | 3 |" in text
     check_html(page := as_html("t", [section]))
-    assert "<details><summary>1 readings" in page
+    assert "<details><summary>Readings by layer: 1 (" in page
 
 
 def test_a_loss_has_a_unit_only_where_the_objective_gives_it_one(storage):

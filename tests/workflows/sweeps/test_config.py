@@ -222,11 +222,23 @@ def test_the_sink_is_read_with_and_without_gate():
 def test_readings_inside_a_model_and_at_other_depths_are_no_numbers_of_its_trial(monkeypatch, tmp_path):
     rows = [{"task": "perplexity", "metric": "perplexity", "value": 13.0 - n, "n_loops": n} for n in (4, 8)]
     rows += [{"task": "diagnostics", "metric": "rms", "value": 1.0, "n_loops": 4, "loop": 0, "layer": 0}]
+    rows += [{"task": "positions", "metric": "loss", "value": 1.0, "n_loops": 4, "position": 8}]
     done = {"result": {"run": "r", "n_loops": 4, "rows": rows}}
     read = lambda storage, step: done if step.name == "second" else None  # noqa: E731
     monkeypatch.setattr("lt2_workflows.sweeps.trial.read_done", read)
     workflow = load_workflow(f"{FAKE_STEPS}:chain")
     assert results_of(workflow, Storage(str(tmp_path))) == ("r", {"perplexity/perplexity": 9.0})
+
+
+def test_an_exit_gates_other_thresholds_are_no_numbers_of_its_trial(monkeypatch, tmp_path):
+    row = {"task": "perplexity", "metric": "perplexity", "n_loops": 4}
+    rows = [row | {"value": 9.0, "early_exit": False}, row | {"value": 10.0, "early_exit": True}]
+    rows.append(row | {"value": 11.0, "early_exit": True, "exit_threshold": 0.5})
+    done = {"result": {"run": "r", "n_loops": 4, "rows": rows}}
+    read = lambda storage, step: done if step.name == "second" else None  # noqa: E731
+    monkeypatch.setattr("lt2_workflows.sweeps.trial.read_done", read)
+    workflow = load_workflow(f"{FAKE_STEPS}:chain")
+    assert results_of(workflow, Storage(str(tmp_path))) == ("r", {"perplexity/perplexity": 10.0})
 
 
 def test_what_two_steps_evaluated_alike_is_told_by_step(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""`lt2 diagnose`: what happens inside a trained model from loop to loop."""
+"""`lt2 diagnose` and `lt2 positions`: what a trained model does from loop to loop, and along a document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lt2_workflows.commands.evaluation import located
+from lt2_workflows.commands.evaluation import located, numbers
 from lt2_workflows.commands.options import CheckpointArgument, JsonOption, StorageOption, config_error
 
 if TYPE_CHECKING:
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 READINGS = ("first_token_mass", "max_abs", "rms")
 
 
+DataOption = Annotated[
+    str | None, typer.Option(metavar="DATASET", help="A prepared dataset. [default: what the run trained on]")
+]
+
+
 def diagnose(
     checkpoint: CheckpointArgument,
-    data: Annotated[
-        str | None, typer.Option(metavar="DATASET", help="A prepared dataset. [default: what the run trained on]")
-    ] = None,
+    data: DataOption = None,
     documents: Annotated[int, typer.Option(min=1, help="Held-out documents to read.")] = 16,
     length: Annotated[int, typer.Option(min=16, help="Tokens of each, from its beginning.")] = 512,
     storage: StorageOption = None,
@@ -52,6 +55,54 @@ def diagnose(
         line |= {"mixer": row["mixer"], row["metric"]: row["value"]}
     typer.echo(table(list(lines.values()), ["loop", "layer", "mixer", *READINGS]))
     typer.echo(f"stored as {run}: lt2 dashboard --storage {root.root}, then /figures/loop_diagnostics?runs={run}")
+
+
+def positions(
+    checkpoint: CheckpointArgument,
+    data: DataOption = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a document to predict. [default: the dataset's seq_len]")
+    ] = None,
+    max_spans: Annotated[
+        int | None, typer.Option(min=1, help="Spans of so many tokens to read. [default: all]")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    loops: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Depths to evaluate at. [default: as trained]")
+    ] = None,
+    storage: StorageOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Held-out loss by how much of its document a model has read before."""
+    from lt2.layout import loops_text
+    from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
+    from lt2_platform.evaluate.config import PositionsConfig
+    from lt2_platform.storage import Storage
+    from lt2_workflows.console import as_json, table
+    from lt2_workflows.provenance import log_evaluations
+
+    root = Storage(storage)
+    place, run = located(root, checkpoint)
+    root.check_writable()
+    found = evaluate_checkpoint(
+        place,
+        [PositionsConfig(length=length, max_spans=max_spans, batch_size=batch_size)],
+        data=data or data_of(root, run),
+        loops=numbers("--loops", loops, int, "whole numbers with commas between, e.g. 1,2,4"),
+        out=root.join("evals", run, "positions"),
+    )
+    log_evaluations(root, run, place, found.evaluations())
+    rows = [row for row in found.rows if "position" in row]
+    if json_:
+        typer.echo(as_json(rows))
+        return
+    lines: dict[int, dict[str, object]] = {}
+    for row in rows:
+        first, last = row["first"], row["position"]
+        line = lines.setdefault(last, {"position": f"{first}" if first == last else f"{first} to {last}"})
+        line |= {"tokens": row["n"], f"loss, {loops_text(row['n_loops'], row['early_exit'])}": f"{row['value']:.4f}"}
+    typer.echo(table(list(lines.values()), list(dict.fromkeys(key for line in lines.values() for key in line))))
+    typer.echo(f"stored as {run}: lt2 dashboard --storage {root.root}, then /figures/positions?runs={run}")
 
 
 def data_of(root: Storage, run: str) -> str:

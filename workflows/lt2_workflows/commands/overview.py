@@ -21,7 +21,7 @@ SECTIONS = {
         "dashboard",
         "doctor",
     ),  # fmt: skip
-    "Models": ("generate", "checkpoints", "export", "diagnose", "check-mixer", "bench"),
+    "Models": ("generate", "checkpoints", "export", "diagnose", "positions", "check-mixer", "bench"),
     "Evaluation": ("eval", "pack", "compare", "paper-table"),
     "Clusters": ("submit", "logs", "cancel", "resume", "cluster"),
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_platform.evaluate import ablations
-from lt2_platform.evaluate.repeats import counting
+from lt2_platform.evaluate.repeats import READINGS, counting, is_reading
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.results.tables import flatten, objective_of, unit_of
@@ -126,17 +126,16 @@ def result_parts(result: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _records(rows: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
-    """Flat records as a table, numbers first. Readings inside a model, one per (loop, layer), are folded away."""
-    results, readings = ([row for row in rows if ("layer" in row) == inside] for inside in (False, True))
-    for found in (results, readings):
+    """Flat records as a table, numbers first. Readings, one per (loop, layer) or position, are folded away."""
+    kinds = {"": [row for row in rows if not is_reading(row)]}
+    kinds |= {by: [row for row in rows if by in row] for by in READINGS}
+    for by, found in kinds.items():
         said = (name for row in found for name, each in row.items() if _plain(each) and each not in ("", None))
         names = dict.fromkeys(name for name in said if any(row.get(name) is not False for row in found))
         columns = [*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST)]
         table = Table(columns, [[_short(name, row.get(name)) for name in columns] for row in found])
-        if found is results and found:
-            yield table
-        elif found:
-            yield Folded(f"{len(found)} readings at every loop and layer (the dashboard draws them)", table)
+        if found:
+            yield Folded(f"Readings by {by}: {len(found)} (the dashboard draws them)", table) if by else table
 
 
 def _short(name: str, value: Any) -> Any:
@@ -175,7 +174,7 @@ def _evaluations(
     later = [
         ((run, result_name(name, row)), row)
         for run, name, row in store.index().evals
-        if run in ids and "layer" not in row and row.get("value") is not None and name != "sweep"
+        if run in ids and not is_reading(row) and row.get("value") is not None and name != "sweep"
         if _identity(run, row) not in returned
     ]
     found: dict[str, list[dict[str, Any]]] = {}

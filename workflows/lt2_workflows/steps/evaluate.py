@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -14,14 +15,16 @@ from lt2_platform.evaluate.config import (
     ExitThresholds,
     HarnessConfig,
     PerplexityConfig,
+    PositionsConfig,
     ThroughputConfig,
 )
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
 from lt2_workflows.provenance import log_evaluations
+from lt2_workflows.steps.prepare import row_length
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, PackRef
-from lt2_workflows.steps.task_inputs import check_templates, first_by_training, packs_of
+from lt2_workflows.steps.task_inputs import check_lengths, check_templates, first_by_training, packs_of
 
 
 class EvaluateStep(StepConfig):
@@ -70,9 +73,11 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
 
 def check_fit(config: EvaluateStep, context: StepContext) -> None:
     """Raise ConfigError where a task asks by the template of a training that had none, or several, where one
-    perplexity of a run would hide another, and for exit thresholds of a model without an exit gate."""
+    perplexity of a run would hide another, for exit thresholds of a model without an exit gate, and for spans that no
+    row can hold."""
     check_names(config, context)
     check_gate(config, context)
+    check_lengths("tasks", config.tasks, partial(row_length, config.data, context))
     first = first_by_training(config.tasks)
     known = None if first is None else _trained_templates(config.checkpoint, context)
     if known is None:
@@ -85,7 +90,7 @@ def check_fit(config: EvaluateStep, context: StepContext) -> None:
 
 
 def check_names(config: EvaluateStep, context: StepContext) -> None:
-    """Of a run's results of one name one counts: two perplexities on different text must not share it."""
+    """Of a run's results of one name one counts: two losses on different text must not share it."""
     if isinstance(config.checkpoint, str):  # its results are the step's own
         return
     own = _perplexities(config)
@@ -94,9 +99,10 @@ def check_names(config: EvaluateStep, context: StepContext) -> None:
             continue
         for name, found in _perplexities(other).items():
             if name in own and own[name] != found:
+                kind = own[name][1].type
                 raise ConfigError(
                     f"tasks: step {step} has a {name} of the same run on other text or by other settings, and results "
-                    f"would show one of the two; give one a name of its own (tasks: [{{type: perplexity, name: …}}])"
+                    f"would show one of the two; give one a name of its own (tasks: [{{type: {kind}, name: …}}])"
                 )
 
 
@@ -118,7 +124,8 @@ def check_gate(config: EvaluateStep, context: StepContext) -> None:
 def _perplexities(config: EvaluateStep) -> dict[str, Any]:
     from lt2_platform.evaluate.tasks import named
 
-    tasks = {name: task for name, task in named(config.tasks) if isinstance(task, PerplexityConfig)}
+    kinds = PerplexityConfig, PositionsConfig
+    tasks = {name: task for name, task in named(config.tasks) if isinstance(task, kinds)}
     return {name: (config.data, task.model_copy(update={"batch_size": 1})) for name, task in tasks.items()}
 
 

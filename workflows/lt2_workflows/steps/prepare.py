@@ -149,6 +149,11 @@ def data_templates(data: DatasetRef | str, context: StepContext) -> list[str]:
     return dataset_facts(data, context, vocab_size=1)["tokenizer"].get("chat_templates", [])
 
 
+def row_length(data: DatasetRef | str, context: StepContext) -> int:
+    """The seq_len of a dataset's rows."""
+    return dataset_facts(data, context, vocab_size=1)["seq_len"]
+
+
 def dataset_facts(data: DatasetRef | str, context: StepContext, *, vocab_size: int | None) -> dict[str, Any]:
     """The dataset's manifest; before it is prepared, the part of it that its step's config determines.
 

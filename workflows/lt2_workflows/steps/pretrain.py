@@ -6,6 +6,7 @@ Importing this module imports neither torch nor Ray.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -28,9 +29,9 @@ from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import Place, Resources, StepConfig, step_type
-from lt2_workflows.steps.prepare import data_templates, dataset_facts
+from lt2_workflows.steps.prepare import data_templates, dataset_facts, row_length
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
-from lt2_workflows.steps.task_inputs import check_templates, first_by_training, packs_of
+from lt2_workflows.steps.task_inputs import check_lengths, check_templates, first_by_training, packs_of
 
 if TYPE_CHECKING:
     from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo
@@ -111,9 +112,13 @@ def training_places(config: PretrainStep | DistillStep, context: StepContext) ->
 
 
 def check_evaluation(config: PretrainStep | DistillStep, context: StepContext) -> None:
-    """Raise ConfigError where what is evaluated while it trains asks by a template that the data does not tell."""
+    """Raise ConfigError where what is evaluated while it trains asks by a template that the data does not tell, or for
+    spans that no row of it holds."""
     evaluation = config.resources.evaluation
-    first = None if evaluation is None else first_by_training(evaluation.tasks)
+    if evaluation is None:
+        return
+    check_lengths("resources.evaluation.tasks", evaluation.tasks, partial(row_length, config.data, context))
+    first = first_by_training(evaluation.tasks)
     if first is not None:
         known = data_templates(config.data, context)
         check_templates(f"resources.evaluation.tasks.{first}", known, "the model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from lt2.layout import loops_text
+from lt2_platform.evaluate.repeats import is_reading
 from lt2_platform.results.tables import unit_of
 from lt2_workflows.console import table
 from lt2_workflows.engine.context import StepContext
@@ -33,7 +34,7 @@ def run_report(config: ReportStep, context: StepContext) -> dict[str, Any]:
         _row("unigram entropy of the corpus", splits["train"]["unigram_entropy"], "nats/token", "loss without context"),
         _row("training loss", training["loss"], unit_of("loss", trained), f"after {training['tokens']:,} tokens"),
     ]
-    results = [row for row in evaluation["rows"] if "layer" not in row]  # readings by layer are for the dashboard
+    results = [row for row in evaluation["rows"] if not is_reading(row)]  # those are for the dashboard
     rows += [_row(_label(row), row["value"], row.get("unit", ""), _note(row)) for row in results]
     rows.append(_row("parameters", evaluation["parameters"], "", f"applied {evaluation['n_loops']} times"))
     text = f"\n{config.title}, run {training['run']}\n\n{table(rows, ['metric', 'value', 'unit', 'note'])}\n"

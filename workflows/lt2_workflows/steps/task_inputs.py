@@ -1,12 +1,12 @@
-"""What tasks need besides the model, of an evaluate step or while training: packs, and a template to ask by."""
+"""What tasks need besides the model, of an evaluate step or while training: packs, a template to ask by, long rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from lt2.config import ConfigError
-from lt2_platform.evaluate.config import HarnessConfig, TaskConfig
+from lt2_platform.evaluate.config import HarnessConfig, PositionsConfig, TaskConfig
 from lt2_workflows.graph import Place, Ref, digest
 
 
@@ -41,6 +41,16 @@ def _tasks_version(pack: str, names: Sequence[str]) -> dict[str, str]:
 
     tasks = read_manifest(pack)["tasks"]
     return {name: digest([tasks[name].get(key) for key in ("format", "splits")]) for name in names if name in tasks}
+
+
+def check_lengths(field: str, tasks: Sequence[TaskConfig], seq_len: Callable[[], int]) -> None:
+    """Raise ConfigError for spans that are longer than the data's rows; `seq_len` is asked only where it matters."""
+    for index, task in enumerate(tasks):
+        if isinstance(task, PositionsConfig) and task.length is not None and task.length > (rows := seq_len()):
+            raise ConfigError(
+                f"{field}.{index}.length {task.length} is more than rows of the data hold, {rows}; prepare the "
+                "documents once more with a larger seq_len, or set a smaller length"
+            )
 
 
 def first_by_training(tasks: Sequence[TaskConfig]) -> int | None:

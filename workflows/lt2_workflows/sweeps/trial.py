@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 from lt2.config import ConfigError, load_source
+from lt2_platform.evaluate.repeats import at_own_depth, is_reading
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray.stopping import requested
 from lt2_workflows.engine.records import read_done
@@ -124,7 +125,7 @@ def outcome(workflow: Workflow, storage: Storage, found: dict[str, Any]) -> Ende
 def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[str, float]]:
     """(the run of the results store, its numbers) of a finished workflow.
 
-    Evaluation rows as "task/metric", at the depth the model was trained for and without readings inside it; where
+    Evaluation rows as "task/metric", of the model as it was trained and without readings of it; where
     several steps have one (of several models, say), each as "step/task/metric", since none of them is the trial's. Of a
     recipe without evaluation the plain numbers that its steps returned, as "step/name".
     """
@@ -134,7 +135,7 @@ def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[s
         result = done["result"] if done else {}
         run = result.get("run", run)
         if "n_loops" in result:
-            rows = [row for row in result["rows"] if row["n_loops"] == result["n_loops"] and "layer" not in row]
+            rows = [row for row in at_own_depth(result["rows"], result["n_loops"]) if not is_reading(row)]
             evaluations[name] = {f"{row['task']}/{row['metric']}": row["value"] for row in rows}
         plain |= {f"{name}/{key}": value for key, value in result.items() if type(value) in (int, float)}
     asked = Counter(key for found in evaluations.values() for key in found)

@@ -122,11 +122,12 @@ export function runPage(main, run) {
     return h("section", { class: "panel" }, h("h2", {}, name, input), list);
   }
 
-  // Readings at every (loop, layer) are a figure, not results.
+  // Readings at every (loop, layer), and at every position, are figures, not results.
   function evaluations() {
-    const results = body.evals.filter((row) => row.layer === undefined);
+    const results = body.evals.filter((row) => row.layer === undefined && row.position === undefined);
     const links = [
-      results.length < body.evals.length ? ["loop_diagnostics", "Unrolled diagnostics"] : null,
+      body.evals.some((row) => row.layer !== undefined) ? ["loop_diagnostics", "Unrolled diagnostics"] : null,
+      body.evals.some((row) => row.position !== undefined) ? ["positions", "Loss by position"] : null,
       results.some((row) => row.metric?.endsWith("_tokens_per_s")) ? ["throughput", "Throughput"] : null,
       results.some((row) => row.name === "depth") ? ["depth", "Depth"] : null,
     ].filter(Boolean);

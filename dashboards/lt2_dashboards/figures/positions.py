@@ -1,0 +1,111 @@
+"""Loss by position in a document, of several runs or of the same weights at several depths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt2.layout import loops_text
+from lt2_dashboards.figures.figure import Figure, rounded
+from lt2_dashboards.figures.parts.names import told_apart
+from lt2_dashboards.figures.parts.series import Panel, at_length, by_length, line, panels
+from lt2_dashboards.figures.parts.store import rows_of
+from lt2_dashboards.figures.parts.texts import text_notes
+from lt2_dashboards.queries import Source
+from lt2_platform.evaluate.repeats import at_own_depth, counting
+from lt2_platform.results.store import RunInfo
+from lt2_platform.wording import first_of
+
+MAX_RUNS = 8  # newest first, where none are named
+Row = dict[str, Any]
+Curve = dict[int, Row]  # by the last position of each octave
+Depth = tuple[int, bool, float | None]  # loops, early exit, its threshold
+
+
+def positions(
+    source: Source, *, task: str = "positions", depths: bool = False, runs: list[str] | None = None
+) -> Figure:
+    """Held-out loss by how much of its document a model has read before: whether it uses a long context, and whether
+    that goes beyond the length of its training.
+
+    By default the newest runs that have it, as they were trained; with `depths` at every depth of their evaluations.
+    The lower chart is each line's distance from the first one, that of the run named first in `runs`.
+    """
+    snapshot = source.snapshot()
+    by_run: dict[str, list[Row]] = {}
+    for run, row in rows_of(snapshot, "e.name = 'positions' AND e.task = ?", [task], runs=runs):
+        by_run.setdefault(run, []).append(row)
+    shown = [run for run in runs if run in by_run] if runs else list(by_run)[:MAX_RUNS]
+    infos, names = snapshot.runs(shown), told_apart(snapshot, shown)
+    drawn: dict[str, Curve] = {}
+    table: list[list[Any]] = []
+    for run in shown:
+        for depth, curve in _curves(by_run[run], None if depths else infos.get(run)).items():
+            drawn[f"{names[run]}: {loops_text(*depth)}" if depths else names[run]] = curve
+            table += [
+                [run, loops_text(*depth), row["first"], last, row["value"], row.get("stderr"), row.get("n")]
+                for last, row in curve.items()
+            ]
+    axis = by_length("position in the document", (last for curve in drawn.values() for last in curve))
+    trained = sorted({length for run in shown if run in infos and (length := _trained_at(infos[run]))})
+    reference = next(iter(drawn), "")
+    upper = Panel("loss (nats per token)", axis, {"type": "value", "scale": True})
+    lower = Panel(f"above {reference} (nats per token)", axis, {"type": "value", "scale": True})
+    for position, (label, curve) in enumerate(drawn.items()):
+        data = [[at_length(last), rounded(row["value"])] for last, row in curve.items()]
+        marks = {"markLine": {"data": [{"xAxis": at_length(n)} for n in trained]}} if trained and not position else {}
+        style = {"showSymbol": True, "symbolSize": 5}
+        upper.series.append(line(label, data, position, **style, **marks))
+        lower.series.append(line(label, _apart(curve, drawn[reference]), position, **style))
+    notes = [
+        "A point is the mean over the positions after the point before it, up to its own; every position is of the "
+        "same spans of text, each read from its beginning. The paper has no such figure.",
+        "Dashed: the length of the rows in training.",
+        *text_notes([(label, row) for label, curve in drawn.items() for row in list(curve.values())[-1:]]),
+    ]
+    if others := [series["name"] for series in lower.series if not series["data"]]:
+        notes.append(f"Of other spans than {reference}, so not in the lower chart: {first_of(others)}.")
+    option = panels([upper, lower] if len(drawn) > 1 else [upper], columns=1)
+    option["empty"] = None if drawn else _nothing(source, task)
+    columns = ["run", "depth", "first position", "last position", "loss (nats per token)", "standard error", "tokens"]
+    produce = "" if drawn else "lt2 positions RUN, or a `positions` task of an evaluate step"
+    return Figure("Loss by position", option, columns, lambda: table, notes, produce=produce)
+
+
+def _curves(rows: list[Row], trained: RunInfo | None) -> dict[Depth, Curve]:
+    """A run's rows by depth, at each those of the evaluation that counts; of a run that is known at its own alone."""
+    n_loops = (trained.config.get("model") or {}).get("n_loops") if trained else None
+    found: dict[Depth, list[Row]] = {}
+    for row in at_own_depth(rows, n_loops) if isinstance(n_loops, int) else rows:
+        depth = row["n_loops"], bool(row.get("early_exit")), row.get("exit_threshold")
+        found.setdefault(depth, []).append(row)
+    order = sorted(found, key=lambda depth: (depth[1], depth[0], depth[2] or 1))
+    return {depth: _of_one_evaluation(found[depth]) for depth in order}
+
+
+def _of_one_evaluation(rows: list[Row]) -> Curve:
+    (newest,) = counting(("", row) for row in rows).values()
+    kept = [row for row in rows if all(row.get(key) == newest.get(key) for key in ("step", "data", "length"))]
+    return dict(sorted(counting((row["position"], row) for row in kept).items()))
+
+
+def _apart(curve: Curve, reference: Curve) -> list[list[Any]]:
+    """How far a curve is above another where both are of the same spans."""
+    pairs = ((last, curve[last], reference[last]) for last in curve if last in reference)
+    return [
+        [at_length(last), rounded(row["value"] - other["value"])]
+        for last, row, other in pairs
+        if all(row.get(key) == other.get(key) for key in ("data", "length", "n"))
+    ]
+
+
+def _trained_at(run: RunInfo) -> int | None:
+    data = run.config.get("data")
+    seq_len = data.get("seq_len") if isinstance(data, dict) else None
+    return seq_len if isinstance(seq_len, int) else None
+
+
+def _nothing(source: Source, task: str) -> str:
+    """The message of an empty figure: there is nothing of this task, but of these others."""
+    others = source.snapshot().query("SELECT DISTINCT task FROM evals WHERE name = 'positions' ORDER BY 1")
+    known = f" There are: {', '.join(name for (name,) in others[:20])}." if others else ""
+    return f"No run has losses by position by the task {task!r} yet.{known}"

@@ -1,0 +1,144 @@
+"""Loss by position in a document: how much a model still gains from what it read long ago.
+
+A model that forgets levels off early; one that cannot go beyond the length it was trained at turns up there.
+
+Shapes: S spans of L predicted tokens, B of them at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lt2.config import ConfigError, RandomLayout
+from lt2.model import LoopedLM
+from lt2.train.batch import Batch
+from lt2.train.loss import IGNORE, chunked_cross_entropy, next_token_targets
+from lt2.voting import mean_probability, voted_logprobs
+from lt2_platform.data.stream import PackedDataset
+from lt2_platform.evaluate.config import PositionsConfig
+from lt2_platform.evaluate.tasks import TaskContext
+from lt2_platform.evaluate.validation import check_tokens, chunks, held_out_rows, said_of
+
+READ = 64  # packed rows at a time
+
+
+def positions_rows(config: PositionsConfig, model: LoopedLM, context: TaskContext) -> list[dict[str, Any]]:
+    """The task "positions": `loss` over all positions, `late_loss` over the second half of them, and `loss` at each
+    octave of positions, whose rows say its `first` and its last `position`, counted from 1.
+
+    The standard error is over spans, whose tokens are not independent; `n` counts tokens.
+
+    Raises:
+        ConfigError: no data, data of another tokenizer, or no document that holds a span.
+    """
+    dataset = context.dataset
+    if dataset is None:
+        raise ConfigError("positions read held-out documents; give the evaluation its data")
+    check_tokens(dataset, context.tokenizer)
+    length = config.length or dataset.seq_len
+    parts = parts_of(length)
+    sums = []  # of each batch (2, B, parts)
+    for done, batch in enumerate(batches(dataset, config, length), 1):
+        found = losses_of(model, batch.to(model.embed.weight.device))
+        sums.append(
+            torch.stack([torch.stack([x[:, a - 1 : b].sum(1) for _, a, b, _ in parts], 1) for x in found]).cpu()
+        )
+        context.progress({"message": "positions", "batch": done})
+    if not sums:
+        raise ConfigError(too_short(dataset, config, length))
+    nats, tokens = torch.cat(sums, 1).numpy()  # (S, parts) each
+    more = {"unit": "nats/token", "length": length, **said_of(model, dataset)}
+    return [
+        {"metric": metric, **mean_of_spans(nats[:, place], tokens[:, place]), **where, **more}
+        for place, (metric, _, _, where) in enumerate(parts)
+        if tokens[:, place].any()  # else these are of conversations' prompts alone
+    ]
+
+
+def losses_of(model: LoopedLM, batch: Batch) -> tuple[Tensor, Tensor]:
+    """-log p of every predicted token, 0 where it does not count, and 1 where it does: (B, L) fp64 each."""
+    targets = next_token_targets(batch, document_mask=False)
+    if isinstance(model.config.layout, RandomLayout):
+        nats = -mean_probability(voted_logprobs(model, batch.tokens)).masked_fill(targets == IGNORE, 0)
+    else:
+        hidden = model(batch.tokens[:, :-1]).hidden.flatten(0, 1)
+        nats = chunked_cross_entropy(hidden, model.head_weight, targets.flatten()).ce_tokens.view(targets.shape)
+    return nats.double(), (targets != IGNORE).double()
+
+
+def batches(dataset: PackedDataset, config: PositionsConfig, length: int) -> Iterator[Batch]:
+    """The spans of `length` + 1 tokens, `batch_size` at a time."""
+    waiting: list[dict[str, np.ndarray]] = []
+    left = config.max_spans
+    for span in spans(dataset, held_out_rows(dataset, config.held_out), length):
+        if left == 0:
+            break
+        left = None if left is None else left - 1
+        waiting.append(span)
+        if len(waiting) == config.batch_size:
+            yield _stacked(waiting)
+            waiting = []
+    if waiting:
+        yield _stacked(waiting)
+
+
+def spans(dataset: PackedDataset, rows: range, length: int) -> Iterator[dict[str, np.ndarray]]:
+    """Each `length` + 1 tokens of one document that lie in one row; the last token of one is the next one's first."""
+    for numbers in chunks(rows, READ):
+        batch = dataset.batch(numbers)
+        columns = {name: batch[name] for name in ("tokens", "loss_mask") if name in batch}
+        for row, doc_ids in enumerate(batch["doc_ids"]):
+            for begin, end in _documents(doc_ids):
+                for start in range(begin, end - length, length):
+                    yield {name: values[row, start : start + length + 1] for name, values in columns.items()}
+
+
+def _documents(doc_ids: np.ndarray) -> list[tuple[int, int]]:
+    """[begin, end) of every document of a row, without padding."""
+    borders = [0, *(np.flatnonzero(np.diff(doc_ids)) + 1), len(doc_ids)]
+    return [(begin, end) for begin, end in zip(borders, borders[1:]) if doc_ids[begin] >= 0]
+
+
+def _stacked(found: list[dict[str, np.ndarray]]) -> Batch:
+    return Batch.from_numpy({name: np.stack([span[name] for span in found]) for name in found[0]})
+
+
+def too_short(dataset: PackedDataset, config: PositionsConfig, length: int) -> str:
+    """Why there is no span, with the longest length of which there is one."""
+    rows = held_out_rows(dataset, config.held_out)
+    ids = (doc_ids for numbers in chunks(rows, READ) for doc_ids in dataset.batch(numbers)["doc_ids"])
+    longest = max((end - begin - 1 for row in ids for begin, end in _documents(row)), default=0)
+    return (
+        f"{dataset.uri}: no held-out document has {length + 1} tokens in one row of {dataset.seq_len + 1}; set the "
+        f"task's length to at most {longest}, or prepare longer documents or rows"
+    )
+
+
+def parts_of(length: int) -> list[tuple[str, int, int, dict[str, int]]]:
+    """(metric, first position, last one, what its row says of them): all, the second half, and every octave."""
+    ends = [2**power for power in range(math.ceil(math.log2(length)))] + [length]
+    octaves = zip([1, *(end + 1 for end in ends)], ends)  # 1, 2, 3 to 4, 5 to 8, …
+    parts: list[tuple[str, int, int, dict[str, int]]] = [
+        ("loss", 1, length, {}),
+        ("late_loss", length // 2 + 1, length, {}),
+    ]
+    return parts + [("loss", first, last, {"first": first, "position": last}) for first, last in octaves]
+
+
+def mean_of_spans(nats: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+    """{"value", "n", maybe "stderr"} of the nats per token from the sums of each span, (S,) both.
+
+    The standard error is that of a ratio of sums; where all spans count as many tokens it is their mean's.
+    """
+    S, total = len(nats), tokens.sum()
+    mean = nats.sum() / total
+    found = {"value": float(mean), "n": int(total)}
+    if S > 1:
+        found["stderr"] = float(np.sqrt(np.square(nats - mean * tokens).sum() * S / (S - 1)) / total)
+    return found
