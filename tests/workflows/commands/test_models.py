@@ -109,9 +109,14 @@ def test_positions_are_shown_by_depth_and_stored(tmp_path):
     head, _, *lines = [line.split("  ") for line in result.output.splitlines() if line]
     assert [cell.strip() for cell in head if cell.strip()] == ["position", "tokens", "loss, 1 loop", "loss, 2 loops"]
     assert [line[0].strip() for line in lines[:4]] == ["1", "2", "3 to 4", "5 to 7"]
-    assert "/figures/positions?runs=train-1" in result.output
+    assert "/figures/positions?runs=train-1&task=positions-7" in result.output
+    named = invoke(*options, "--name", "mine")
+    assert "/figures/positions?runs=train-1&task=mine" in named.output
     rows = [row for _, name, row in ResultsStore(storage).index().evals if name == "positions"]
-    assert {(row["n_loops"], row["position"]) for row in rows} == {(n, last) for n in (1, 2) for last in (1, 2, 4, 7)}
+    places = {(row["task"], row["n_loops"], row["position"]) for row in rows}
+    assert places == {
+        (task, n, last) for task, n in (("positions-7", 1), ("positions-7", 2), ("mine", 2)) for last in (1, 2, 4, 7)
+    }
     assert len(json.loads(invoke(*options, "--json").output)) == 4
 
 

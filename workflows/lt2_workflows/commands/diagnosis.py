@@ -70,11 +70,16 @@ def positions(
     loops: Annotated[
         str | None, typer.Option(metavar="N,N", help="Depths to evaluate at. [default: as trained]")
     ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What results call it. [default: positions; with --data or --length positions-LENGTH]"),
+    ] = None,
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Held-out loss by how much of its document a model has read before."""
     from lt2.layout import loops_text
+    from lt2_platform.data.stream import load_manifest
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.evaluate.config import PositionsConfig
     from lt2_platform.storage import Storage
@@ -84,11 +89,15 @@ def positions(
     root = Storage(storage)
     place, run = located(root, checkpoint)
     root.check_writable()
+    depths = numbers("--loops", loops, int, "whole numbers with commas between, e.g. 1,2,4")
+    read = data or data_of(root, run)
+    if name is None and (data or length):  # results of other text must not stand for those of the run's own
+        name = f"positions-{length or load_manifest(read)['seq_len']}"
     found = evaluate_checkpoint(
         place,
-        [PositionsConfig(length=length, max_spans=max_spans, batch_size=batch_size)],
-        data=data or data_of(root, run),
-        loops=numbers("--loops", loops, int, "whole numbers with commas between, e.g. 1,2,4"),
+        [PositionsConfig(length=length, max_spans=max_spans, batch_size=batch_size, name=name)],
+        data=read,
+        loops=depths,
         out=root.join("evals", run, "positions"),
     )
     log_evaluations(root, run, place, found.evaluations())
@@ -102,7 +111,8 @@ def positions(
         line = lines.setdefault(last, {"position": f"{first}" if first == last else f"{first} to {last}"})
         line |= {"tokens": row["n"], f"loss, {loops_text(row['n_loops'], row['early_exit'])}": f"{row['value']:.4f}"}
     typer.echo(table(list(lines.values()), list(dict.fromkeys(key for line in lines.values() for key in line))))
-    typer.echo(f"stored as {run}: lt2 dashboard --storage {root.root}, then /figures/positions?runs={run}")
+    task = f"&task={name}" if name else ""
+    typer.echo(f"stored as {run}: lt2 dashboard --storage {root.root}, then /figures/positions?runs={run}{task}")
 
 
 def data_of(root: Storage, run: str) -> str:
