@@ -137,7 +137,8 @@ def startup_problems() -> list[str]:
         )
     if not _installed("flash_attn"):
         problems.append(
-            "flash-attn is not installed: softmax attention runs on PyTorch's own kernels (README says how to build it)"
+            "flash-attn is not installed: softmax attention runs on PyTorch's own kernels; docs/install.md says how to "
+            "build it"
         )
     return problems
 
