@@ -113,6 +113,27 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_anchors_of_links_are_headings():
+    found = [
+        (page, target, anchor)
+        for page in [*PAGES, ROOT / "CHANGELOG.md"]
+        for target, anchor in re.findall(r"\[[^\]]*\]\(([^)#\s:]*)(#[^)\s]+)\)", page.read_text())
+    ]
+    assert len(found) > 5, "this file no longer reads the pages as they are written"
+    wrong = [
+        (page.name, target + anchor)
+        for page, target, anchor in found
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+    assert not wrong
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
     named = CODE_PATH.findall(page.read_text())
