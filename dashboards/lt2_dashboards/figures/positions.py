@@ -45,21 +45,23 @@ def positions(
                 [run, loops_text(*depth), row["first"], last, row["value"], row.get("stderr"), row.get("n")]
                 for last, row in curve.items()
             ]
-    axis = by_length("position in the document", (last for curve in drawn.values() for last in curve))
-    trained = sorted({length for run in shown if run in infos and (length := _trained_at(infos[run]))})
+    ends = [last for curve in drawn.values() for last in curve]
+    axis = by_length("position in the document", ends)
+    trained = {_trained_at(infos[run]) for run in shown if run in infos}
+    beyond = sorted(length for length in trained if length and length < max(ends))
     reference = next(iter(drawn), "")
     upper = Panel("loss (nats per token)", axis, {"type": "value", "scale": True})
     lower = Panel(f"above {reference} (nats per token)", axis, {"type": "value", "scale": True})
     for position, (label, curve) in enumerate(drawn.items()):
         data = [[at_length(last), rounded(row["value"])] for last, row in curve.items()]
-        marks = {"markLine": {"data": [{"xAxis": at_length(n)} for n in trained]}} if trained and not position else {}
+        marks = {"markLine": {"data": [{"xAxis": at_length(n)} for n in beyond]}} if beyond and not position else {}
         style = {"showSymbol": True, "symbolSize": 5}
         upper.series.append(line(label, data, position, **style, **marks))
         lower.series.append(line(label, _apart(curve, drawn[reference]), position, **style))
     notes = [
         "A point is the mean over the positions after the point before it, up to its own; every position is of the "
         "same spans of text, each read from its beginning. The paper has no such figure.",
-        "Dashed: the length of the rows in training.",
+        *["Dashed: the length of the rows in training."][: len(beyond)],
         *text_notes([(label, row) for label, curve in drawn.items() for row in list(curve.values())[-1:]]),
     ]
     if others := [series["name"] for series in lower.series if not series["data"]]:

@@ -50,10 +50,19 @@ def test_lines_over_positions_and_their_distance_from_the_first(store):
     assert lower["data"] == [[0.0, -0.5], [1.0, 0.0], [2.0, 0.25]]
     assert series(found, "b")[1]["data"] == [[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]]
     assert found.option["panels"]["titles"] == ["loss (nats per token)", "above b (nats per token)"]
-    assert series(found, "b")[0]["markLine"]["data"] == [{"xAxis": 2.0}]
+    assert "markLine" not in series(found, "b")[0]
     assert found.rows[0] == ["b", "4 loops", 1, 1, 3.5, 0.1, 100]
     assert len(found.rows) == 6
     assert drawn(store, runs="a").option["panels"]["titles"] == ["loss (nats per token)"]
+
+
+def test_the_length_of_training_is_marked_where_lines_go_on_beyond_it(store):
+    add(store, "a", *curve(3.0, 2.0, 1.5), seq_len=2)
+    add(store, "b", *curve(3.5, 2.0, 1.25), seq_len=4)
+    found = drawn(store, runs="b,a")
+    assert [each.get("markLine") for each in found.option["series"]] == [{"data": [{"xAxis": 1.0}]}, *[None] * 3]
+    assert "Dashed: the length of the rows in training." in found.notes
+    assert "Dashed: the length of the rows in training." not in drawn(store, runs="b").notes
 
 
 def test_a_model_is_drawn_as_it_was_trained_and_on_request_at_every_depth(store):

@@ -1,4 +1,4 @@
-"""Run fla 0.6's Triton kernels on CPU tensors with Triton 3.9's interpreter.
+"""Run fla 0.6's Triton kernels on CPU tensors with the interpreter of Triton 3.7 to 3.9.
 
 `install()` must run in a process that has imported neither triton nor fla, and patches both for good: use it in a
 subprocess. It proves argument order, layouts, scales and maths; nothing about speed, races or tile sizes. Keep
@@ -41,6 +41,9 @@ def _take_first_config(autotuner: type) -> None:
     """Autotuning times kernels on a GPU; here the first configuration that survives pruning is as good as any."""
     prune = autotuner.prune_configs
     autotuner.prune_configs = lambda self, kwargs: prune(self, kwargs)[:1]
+    # Triton 3.7, which PyPI's torch 2.13 brings, times one configuration too, and asks the GPU for its cache's name.
+    autotuner._bench = lambda self, *args, config, **meta: [0.0]
+    autotuner.check_disk_cache = lambda self, key, configs, bench: bool(bench())
 
 
 def _give_loop_counters_a_dtype(interpreter: ModuleType) -> None:
@@ -136,6 +139,7 @@ def _compute_bf16_in_fp32(interpreter: ModuleType, tl: ModuleType) -> None:
     def create_dot(self, a, b, accumulator, *rest):
         return dot(self, widen(a), widen(b), accumulator, *rest)
 
+    builder.get_bf16 = lambda self, value: handle(_narrowed(np.array([value])), bf16)  # Triton 3.7 has none
     interpreter._convert_float = convert_float
     builder.cast_impl = cast_impl
     builder.create_dot = create_dot
