@@ -79,8 +79,9 @@ class PerplexityConfig(TaskConfig):
 class PositionsConfig(TaskConfig):
     """Loss (nats per token) by how much of its document a model has read before: whether it uses a long context.
 
-    The held-out documents are cut into spans of `length` predicted tokens (default: the rows' seq_len), each read from
-    its beginning with nothing before it, so that every position is of the same spans. `name` as of `perplexity`.
+    The held-out documents are cut into spans of `length` predicted tokens, each read from its beginning with nothing
+    before it, so that every position is of the same spans; shorter documents are left out. By default it is the rows'
+    seq_len, or as often halved as it takes for 32 spans. `name` as of `perplexity`.
     """
 
     module: ClassVar[str] = "lt2_platform.evaluate.positions:positions_rows"

@@ -26,6 +26,8 @@ from lt2_platform.evaluate.tasks import TaskContext
 from lt2_platform.evaluate.validation import check_tokens, chunks, held_out_rows, said_of
 
 READ = 64  # packed rows at a time
+LOOKED_AT = 512  # rows that decide on a length
+ENOUGH = 32  # spans
 
 
 def positions_rows(config: PositionsConfig, model: LoopedLM, context: TaskContext) -> list[dict[str, Any]]:
@@ -41,7 +43,7 @@ def positions_rows(config: PositionsConfig, model: LoopedLM, context: TaskContex
     if dataset is None:
         raise ConfigError("positions read held-out documents; give the evaluation its data")
     check_tokens(dataset, context.tokenizer)
-    length = config.length or dataset.seq_len
+    length = config.length or length_for(dataset, held_out_rows(dataset, config.held_out))
     parts = parts_of(length)
     sums = []  # of each batch (2, B, parts)
     for done, batch in enumerate(batches(dataset, config, length), 1):
@@ -109,15 +111,27 @@ def _stacked(found: list[dict[str, np.ndarray]]) -> Batch:
     return Batch.from_numpy({name: np.stack([span[name] for span in found]) for name in found[0]})
 
 
+def length_for(dataset: PackedDataset, rows: range) -> int:
+    """The rows' seq_len, or as often halved as it takes for the first rows to hold ENOUGH spans, or else any."""
+    predicted = _predicted(dataset, rows[:LOOKED_AT])
+    lengths = [dataset.seq_len >> halvings for halvings in range(dataset.seq_len.bit_length() - 1)]
+    spans_of = {length: int((predicted // length).sum()) for length in lengths}
+    return next((length for wanted in (ENOUGH, 1) for length in lengths if spans_of[length] >= wanted), dataset.seq_len)
+
+
 def too_short(dataset: PackedDataset, config: PositionsConfig, length: int) -> str:
     """Why there is no span, with the longest length of which there is one."""
-    rows = held_out_rows(dataset, config.held_out)
-    ids = (doc_ids for numbers in chunks(rows, READ) for doc_ids in dataset.batch(numbers)["doc_ids"])
-    longest = max((end - begin - 1 for row in ids for begin, end in _documents(row)), default=0)
+    longest = _predicted(dataset, held_out_rows(dataset, config.held_out)).max(initial=0)
     return (
         f"{dataset.uri}: no held-out document has {length + 1} tokens in one row of {dataset.seq_len + 1}; set the "
         f"task's length to at most {longest}, or prepare longer documents or rows"
     )
+
+
+def _predicted(dataset: PackedDataset, rows: range) -> np.ndarray:
+    """Of every document in these rows how many tokens have one before them."""
+    ids = (doc_ids for numbers in chunks(rows, READ) for doc_ids in dataset.batch(numbers)["doc_ids"])
+    return np.array([end - begin - 1 for row in ids for begin, end in _documents(row)], dtype=np.int64)
 
 
 def parts_of(length: int) -> list[tuple[str, int, int, dict[str, int]]]:

@@ -14,9 +14,10 @@ from lt2.config import ConfigError
 from lt2.voting import vote_steps
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
+from lt2_platform.evaluate import positions
 from lt2_platform.evaluate.checkpoints import Evaluated
 from lt2_platform.evaluate.config import PositionsConfig
-from lt2_platform.evaluate.positions import mean_of_spans, parts_of, positions_rows, spans
+from lt2_platform.evaluate.positions import length_for, mean_of_spans, parts_of, positions_rows, spans
 from lt2_platform.evaluate.tasks import TaskContext, run_tasks
 from tests.platform.evaluate.tiny import model
 from tests.platform.train.packed import write_dataset
@@ -82,6 +83,20 @@ def test_rows_of_one_document_give_one_span_each_by_default(dataset):
     assert (rows[0]["length"], rows[0]["n"]) == (12, 4 * 12)
     assert [row["position"] for row in rows[2:]] == [1, 2, 4, 8, 12]
     assert [row["first"] for row in rows[2:]] == [1, 2, 3, 5, 9]
+
+
+def test_the_length_is_halved_until_there_are_spans_enough(dataset, monkeypatch):
+    """Documents of 4 and 7 predicted tokens in rows of 12."""
+    rows = range(dataset.n_sequences)
+    assert length_for(dataset, rows) == 6  # too few in all: the longest of which there is one
+    monkeypatch.setattr(positions, "ENOUGH", 12)
+    assert length_for(dataset, rows) == 3
+    monkeypatch.setattr(positions, "LOOKED_AT", 3)
+    assert length_for(dataset, rows) == 6
+    monkeypatch.setattr(positions, "ENOUGH", 3)
+    assert length_for(dataset, rows) == 6
+    (row, *_) = positions_rows(PositionsConfig(), model(), context(dataset))
+    assert (row["length"], row["n"]) == (6, 4 * 6)
 
 
 def test_no_document_of_that_length_names_the_longest(dataset):

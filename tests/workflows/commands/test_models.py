@@ -102,7 +102,7 @@ def test_positions_are_shown_by_depth_and_stored(tmp_path):
     storage = Storage(str(tmp_path))
     storage.write_json("steps/train-1/spec.json", {"needs": {"prepare": "prepare-1"}})
     options = ["positions", "train-1", "--storage", str(tmp_path), "--length", "7"]
-    error = invoke(*options[:4]).exception  # documents of 5 and 8 tokens in rows of 13
+    error = invoke(*options[:5], "8").exception  # documents of 5 and 8 tokens in rows of 13
     assert "set the task's length to at most 7" in str(error)
     result = invoke(*options, "--loops", "1,2")
     assert result.exit_code == 0, result.output

@@ -61,7 +61,8 @@ def positions(
     checkpoint: CheckpointArgument,
     data: DataOption = None,
     length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a document to predict. [default: the dataset's seq_len]")
+        int | None,
+        typer.Option(min=2, help="Tokens of a document to predict. [default: a row of the data, or less]"),
     ] = None,
     max_spans: Annotated[
         int | None, typer.Option(min=1, help="Spans of so many tokens to read. [default: all]")
@@ -79,9 +80,11 @@ def positions(
 ) -> None:
     """Held-out loss by how much of its document a model has read before."""
     from lt2.layout import loops_text
-    from lt2_platform.data.stream import load_manifest
+    from lt2_platform.data.stream import PackedDataset
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.evaluate.config import PositionsConfig
+    from lt2_platform.evaluate.positions import length_for
+    from lt2_platform.evaluate.validation import held_out_rows
     from lt2_platform.storage import Storage
     from lt2_workflows.console import as_json, table
     from lt2_workflows.provenance import log_evaluations
@@ -91,8 +94,10 @@ def positions(
     root.check_writable()
     depths = numbers("--loops", loops, int, "whole numbers with commas between, e.g. 1,2,4")
     read = data or data_of(root, run)
-    if name is None and (data or length):  # results of other text must not stand for those of the run's own
-        name = f"positions-{length or load_manifest(read)['seq_len']}"
+    if name is None and (data or length):  # results of other text must not replace those of the run's own
+        dataset = PackedDataset(read, "validation")
+        length = length or length_for(dataset, held_out_rows(dataset, "all"))
+        name = f"positions-{length}"
     found = evaluate_checkpoint(
         place,
         [PositionsConfig(length=length, max_spans=max_spans, batch_size=batch_size, name=name)],
