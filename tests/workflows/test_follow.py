@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -97,3 +98,15 @@ def test_a_cluster_that_refuses_without_a_word_is_one_line(monkeypatch, error, s
     monkeypatch.setattr(job_submission, "JobSubmissionClient", refuse)
     with pytest.raises(ConfigError, match=f"^no Ray answers at http://head:8265: {said}$"):
         submit.connect("http://head:8265")
+
+
+def test_the_address_that_was_given_is_asked_whatever_ones_the_environment_has(monkeypatch):
+    """Ray's client prefers the environment's: a job would be cancelled on another cluster than was named."""
+    monkeypatch.setenv("RAY_ADDRESS", "other:6379")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://another:8265")
+    monkeypatch.setattr(job_submission.JobSubmissionClient, "_check_connection_and_version", lambda *_, **__: None)
+    assert submit.connect("http://head:8265").get_address() == "http://head:8265"
+    assert os.environ["RAY_API_SERVER_ADDRESS"] == "http://another:8265"
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
+    assert submit.connect("http://head:8265").get_address() == "http://head:8265"
+    assert "RAY_API_SERVER_ADDRESS" not in os.environ

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_the_snapshot_alone_reads_the_record(tmp_path):
     """Moved to another folder, with the live checkout off the path, the package gives the same workflow."""
     workflow = load_workflow(f"{FAKE_STEPS}:chain", ["first.lines=7"])
     (tmp_path / "made").mkdir()
-    env = pack(workflow, tmp_path / "made")
+    env, _ = pack(workflow, tmp_path / "made")
     (tmp_path / "made").rename(tmp_path / "moved")
     work = Path(env["working_dir"].replace("made", "moved"))
     modules = [Path(path.replace("made", "moved")) for path in env["py_modules"]]
@@ -67,7 +68,7 @@ def test_a_users_mixer_travels_under_its_relative_path(tmp_path, monkeypatch):
     Path("mixers/packed.py").write_text(MIXER)
     workflow = with_mixer("mixers/packed.py")
     Path("out").mkdir()
-    work = Path(pack(workflow, Path("out"))["working_dir"])
+    work = Path(pack(workflow, Path("out"))[0]["working_dir"])
     assert (work / "mixers/packed.py").read_text() == MIXER
     assert json.loads((work / RECORD).read_text())["steps"] == workflow.record()["steps"]
 
@@ -75,10 +76,20 @@ def test_a_users_mixer_travels_under_its_relative_path(tmp_path, monkeypatch):
 def test_a_users_mixer_from_elsewhere_is_brought_in(tmp_path):
     (tmp_path / "packed.py").write_text(MIXER)
     (tmp_path / "out").mkdir()
-    work = Path(pack(with_mixer(str(tmp_path / "packed.py")), tmp_path / "out")["working_dir"])
+    work = Path(pack(with_mixer(str(tmp_path / "packed.py")), tmp_path / "out")[0]["working_dir"])
     source = json.loads((work / RECORD).read_text())["steps"]["pretrain"]["model"]["layout"]["mixer"]["source"]
     assert not Path(source).is_absolute()
     assert (work / source).read_text() == MIXER
+
+
+def test_a_job_is_called_what_its_workflow_is_called_there(tmp_path):
+    """A source from elsewhere has another path in the job, and so the workflow another id: the one to resume by."""
+    (tmp_path / "packed.py").write_text(MIXER)
+    (tmp_path / "out").mkdir()
+    workflow = with_mixer(str(tmp_path / "packed.py"))
+    environment, known = pack(workflow, tmp_path / "out")
+    with chdir(environment["working_dir"]):
+        assert load_workflow(RECORD).id == known != workflow.id
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
@@ -96,7 +107,7 @@ def test_a_file_beside_the_recipe_hides_nothing_by_finding_itself(tmp_path, monk
     for number, name in enumerate(("packed_of_mine.py", "packed.v2.py")):
         Path(name).write_text(MIXER)
         Path(f"out{number}").mkdir()
-        assert (Path(pack(with_mixer(name), Path(f"out{number}"))["working_dir"]) / name).is_file()
+        assert (Path(pack(with_mixer(name), Path(f"out{number}"))[0]["working_dir"]) / name).is_file()
 
 
 def test_a_file_that_would_hide_a_module_is_refused(tmp_path, monkeypatch):

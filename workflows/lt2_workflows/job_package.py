@@ -13,10 +13,11 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lt2.config import ConfigError
+from lt2.config import Config, ConfigError
 from lt2_platform.source_files import is_inside, is_python_file
 from lt2_workflows.engine.records import json_bytes
 from lt2_workflows.graph import Workflow
@@ -32,11 +33,12 @@ SECRET_NAME = re.compile(
 )
 
 
-def pack(workflow: Workflow, folder: Path) -> dict[str, Any]:
-    """Fill `folder` (empty, must live until the upload) and return the runtime_env that ships it.
+def pack(workflow: Workflow, folder: Path) -> tuple[dict[str, Any], str]:
+    """Fill `folder` (empty, must live until the upload); the runtime_env that ships it, and the workflow's id there.
 
     The packages go as py_modules, so that workers import this snapshot and not what happens to be installed or checked
-    out where they run. The working directory holds RECORD, the recipe file and every `source` file of a config.
+    out where they run. The working directory holds RECORD, the recipe file and every `source` file of a config. A
+    source from elsewhere has another name there, and the steps that name it another identity.
     """
     code, work = folder / "code", folder / "work"
     for name in PACKAGES:
@@ -44,17 +46,19 @@ def pack(workflow: Workflow, folder: Path) -> dict[str, Any]:
     made_by = {key: provenance()[key] for key in ("git", "dirty")}
     (code / "lt2_workflows" / SNAPSHOT).write_bytes(json_bytes(made_by))
     work.mkdir()
-    record = _ship_files(workflow.record(), work)
+    job = replace(workflow, configs={name: _ship_files(config, work) for name, config in workflow.configs.items()})
+    record = job.record()
     if record["recipe_file"]:
         record["recipe_file"] = _copy(Path(record["recipe_file"]), work, Path("recipes"))
     (work / RECORD).write_bytes(json_bytes(record))
     refuse_secrets({str(path.relative_to(work)): path.read_text("utf-8") for path in work.rglob("*") if path.is_file()})
-    return {
+    environment = {
         "working_dir": str(work),
         "py_modules": [str(code / name) for name in PACKAGES],
         # Nothing is imported from the directory a process happens to start in.
         "env_vars": {"PYTHONSAFEPATH": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
     }
+    return environment, job.id
 
 
 def refuse_secrets(texts: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> None:
@@ -78,14 +82,18 @@ def _package_folder(name: str) -> Path:
 
 
 def _ship_files(value: Any, work: Path) -> Any:
-    """A copy of the record in which every existing `source` file in Python is shipped and named by its place there."""
-    if isinstance(value, dict):
+    """`value`, of a config, with every existing `source` file in Python shipped and named by its place there."""
+    if isinstance(value, Config):
+        items = {name: getattr(value, name) for name in type(value).model_fields}
+        # Not read anew: that would import the files once more, from their copies.
+        return value.model_copy(update=_ship_files(items, work))
+    if isinstance(value, Mapping):
         return {
             key: _ship_source(item, work) if key == "source" and is_python_file(item) else _ship_files(item, work)
             for key, item in value.items()
         }
-    if isinstance(value, list):
-        return [_ship_files(item, work) for item in value]
+    if isinstance(value, list | tuple):
+        return type(value)(_ship_files(item, work) for item in value)
     return value
 
 

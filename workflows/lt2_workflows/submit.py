@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 ATTEMPT = re.compile(r"(?P<workflow>.+)-attempt(?P<number>\d+)")
+ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 STOPPED_CODE = 143  # as for a process that SIGTERM ended
 LOST_S = 60.0
@@ -45,7 +48,8 @@ def connect(address: str) -> JobSubmissionClient:
     for talker in TALKERS:
         logging.getLogger(talker).setLevel(logging.WARNING)
     try:
-        return JobSubmissionClient(address)
+        with _only_address(address):
+            return JobSubmissionClient(address)
     except AuthenticationError:
         raise ConfigError(
             f"{address} refuses the token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file"
@@ -53,6 +57,20 @@ def connect(address: str) -> JobSubmissionClient:
     except (ConnectionError, RuntimeError) as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"no Ray answers at {address}: {said}") from None
+
+
+@contextmanager
+def _only_address(address: str) -> Iterator[None]:
+    """Ray's client goes where the environment says, whatever address it is given."""
+    before = os.environ.get(ADDRESS_VARIABLE)
+    os.environ[ADDRESS_VARIABLE] = address  # of the two that it looks for this one comes first
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ADDRESS_VARIABLE]
+        else:
+            os.environ[ADDRESS_VARIABLE] = before
 
 
 def submit(client: JobSubmissionClient, workflow: Workflow, storage_root: str, python: str) -> str:
@@ -65,22 +83,23 @@ def submit(client: JobSubmissionClient, workflow: Workflow, storage_root: str, p
         raise ConfigError(f"--python {python}: give the absolute path of the interpreter on the cluster's head")
     if "@" in storage_root and "://" in storage_root:
         raise ConfigError("the storage root holds credentials; set them in the environment of the cluster's nodes")
-    number = 1
-    for job, status in attempts(client, workflow.id):
-        if status not in ENDED:
-            raise ConfigError(f"{job} is {status.lower()}; `lt2 logs {job}` follows it, `lt2 cancel {job}` ends it")
-        number = attempt_number(job) + 1
-    # PYTHONSAFEPATH reaches only processes that Ray starts for us; -P is the same for the first one.
-    command = [python, "-P", "-m", "lt2_workflows.cli", "run", RECORD, "--storage", storage_root]
-    job = {
-        "entrypoint": f"exec {shlex.join(command)}",  # no shell between Ray's signals and the driver
-        "submission_id": f"{workflow.id}-attempt{number}",
-        "metadata": {"workflow": workflow.id, "name": workflow.name, "storage": storage_root},
-    }
-    refuse_secrets({"the job": str(job)})
     with tempfile.TemporaryDirectory(prefix="lt2-submit-") as folder:
+        environment, known = pack(workflow, Path(folder))
+        number = 1
+        for job, status in attempts(client, known):
+            if status not in ENDED:
+                raise ConfigError(f"{job} is {status.lower()}; `lt2 logs {job}` follows it, `lt2 cancel {job}` ends it")
+            number = attempt_number(job) + 1
+        # PYTHONSAFEPATH reaches only processes that Ray starts for us; -P is the same for the first one.
+        command = [python, "-P", "-m", "lt2_workflows.cli", "run", RECORD, "--storage", storage_root]
+        job = {
+            "entrypoint": f"exec {shlex.join(command)}",  # no shell between Ray's signals and the driver
+            "submission_id": f"{known}-attempt{number}",
+            "metadata": {"workflow": known, "name": workflow.name, "storage": storage_root},
+        }
+        refuse_secrets({"the job": str(job)})
         try:
-            return client.submit_job(**job, runtime_env=pack(workflow, Path(folder)))
+            return client.submit_job(**job, runtime_env=environment)
         except RuntimeError as error:
             raise ConfigError(f"the cluster refused {job['submission_id']}: {_reason(error)}") from None
 
