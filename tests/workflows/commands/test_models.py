@@ -145,6 +145,7 @@ def test_bench_mixers_refuses_a_shape_that_cannot_be_built():
         (["--mixers", '[{"window": 8}]'], '--mixers: {"window": 8} is no mixer;'),
         (["--device", "mps"], "--device mps: choose cuda or cpu"),
         (["--out", "/dev/null/layers"], "/dev/null/layers cannot be written"),
+        (["--out", "s3://bucket/layers"], "s3:/bucket/layers is no folder of this machine"),
     ],
 )
 def test_bench_mixers_says_what_is_wrong_before_it_measures(options, message):

@@ -43,6 +43,8 @@ def check_writable(folder: Path) -> None:
     from lt2.config import ConfigError
     from lt2_platform.storage_errors import reason
 
+    if str(folder).split("/")[0].endswith(":"):  # s3://…, of which a Path keeps one slash
+        raise ConfigError(f"{folder} is no folder of this machine, where this is written; choose one and copy it there")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder.parent).close()
