@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,17 @@ def test_files_that_configs_name_by_relative_paths_are_recorded(tmp_path, monkey
         write_workflow(storage, workflow)
         recorded = storage.glob(f"workflows/{workflow.id}/files/**/*.py")
         assert recorded == ([f"workflows/{workflow.id}/files/{source}"] if source == "own/held.py" else [])
+
+
+def test_what_was_corrected_since_the_first_run_is_what_a_resume_finds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("packed.py").write_text(MIXER)
+    Path("recipe.py").write_text("# has a mistake\n")
+    storage, workflow = Storage(str(tmp_path / "storage")), replace(with_mixer("packed.py"), recipe_file="recipe.py")
+    write_workflow(storage, workflow)
+    Path("packed.py").write_text(MIXER + "# corrected\n")
+    Path("recipe.py").write_text("# has none\n")
+    write_workflow(storage, workflow)
+    folder = tmp_path / f"storage/workflows/{workflow.id}"
+    assert (folder / "files/packed.py").read_text() == MIXER + "# corrected\n"
+    assert (folder / "recipe.py").read_text() == "# has none\n"

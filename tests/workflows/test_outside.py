@@ -16,12 +16,23 @@ from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.executor import Driver
 from lt2_workflows.engine.records import Events
 from lt2_workflows.graph import STEP_TYPES, Workflow
-from lt2_workflows.loading import workflow_from_record
+from lt2_workflows.loading import load_workflow, workflow_from_record
 from lt2_workflows.outside import changes, note
 from lt2_workflows.plan import describe_plan
 from lt2_workflows.provenance import provenance
 
 ADVICE = ". Its result and what was made of it are used as they are; another name of what has changed, or another "
+
+MIXER = """
+from typing import ClassVar, Literal
+
+from lt2.config import MixerConfig
+
+
+class EditedConfig(MixerConfig):
+    weights: ClassVar[str] = "edited"
+    type: Literal["edited"] = "edited"
+"""
 
 
 @pytest.fixture
@@ -87,6 +98,20 @@ def test_each_thing_that_was_read_and_is_other_now_is_named(place):
         (place / each).rename(place / f"{each}-elsewhere")
     assert [told(name) for name in noted] == [""] * 3  # out of reach: what is finished does not need it
     assert changes(context_of(place), {}) == ""  # of a record from before
+
+
+def test_a_mixer_of_ones_own_that_was_edited_is_told(tmp_path):
+    file = tmp_path / "edited.py"
+    file.write_text(MIXER)
+    settings = [f"pretrain.model.layout.mixer.{each}" for each in ("type=edited", f"source={file}")]
+    workflow = load_workflow("quickstart", settings)
+    context = StepContext(Storage(str(tmp_path / "s")), workflow, workflow.steps["pretrain"])
+    noted = note(context)
+    assert changes(context, noted) == ""
+    file.write_text(MIXER + "# other mathematics")
+    assert f"since: the code in {file} has other content{ADVICE}" in changes(context, noted)
+    file.unlink()  # a job's files are gone with it
+    assert changes(context, noted) == ""
 
 
 def test_a_dataset_made_anew_at_its_place_is_told(place):

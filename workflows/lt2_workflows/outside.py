@@ -5,10 +5,13 @@ Only what its identity knows by a path alone: what other steps made has an ident
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from lt2.config import ConfigError
+from lt2_platform.source_files import python_sources
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.inputs import places_of
@@ -22,6 +25,9 @@ def note(context: StepContext) -> dict[str, dict[str, str]]:
     Left out is what is out of reach: a step that needs it says so, and a finished one does not need it.
     """
     found: dict[str, dict[str, str]] = {}
+    for source in python_sources(context.step.config.model_dump(mode="json", exclude={"resources"})):
+        with suppress(OSError):
+            found[source] = {"the code": hashlib.sha256(Path(source).expanduser().read_bytes()).hexdigest()}
     with suppress(ConfigError, *STORAGE_ERRORS):
         for place in places_of(context.step.config, context):
             if place.version is not None and not place.field.startswith("resources."):

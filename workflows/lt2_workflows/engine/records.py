@@ -7,8 +7,8 @@
     steps/<name>-<fp8>/done.json                  created exclusively when an attempt succeeds; holds its result
     steps/<name>-<fp8>/out/                       what it made
     workflows/<id>/dag.json                       the resolved recipe, which can be replayed
-    workflows/<id>/recipe.py                      the recipe's file, if it is not a shipped one
-    workflows/<id>/files/<path>                   Python files that configs name by this path, relative to the driver's
+    workflows/<id>/recipe.py                      the newest driver's recipe file, if it is not a shipped one
+    workflows/<id>/files/<path>                   its Python files that configs name by this relative path
     workflows/<id>/events/<driver>.jsonl          what each driver saw happen
 
 To hold attempt n is to have created its lease.json. S3 has no reliable compare-and-swap, so a lease is never
@@ -47,15 +47,15 @@ UNREADABLE = "unreadable"  # the state of a step with a damaged record
 
 
 def write_workflow(storage: Storage, workflow: Workflow) -> None:
-    """Record the resolved workflow and the spec of each of its steps, creating each file once."""
+    """Record the resolved workflow and the spec of each of its steps, each once, and the user's files as they are."""
     ids = {name: step.id for name, step in workflow.steps.items()}
     record = workflow.record() | {"id": workflow.id, "name": workflow.name, "ids": ids}
     storage.create_exclusive(f"workflows/{workflow.id}/dag.json", json_bytes(record))
     if workflow.recipe_file:
-        storage.create_exclusive(f"workflows/{workflow.id}/recipe.py", Path(workflow.recipe_file).read_bytes())
+        storage.write_bytes(f"workflows/{workflow.id}/recipe.py", Path(workflow.recipe_file).read_bytes())
     for source in dict.fromkeys(python_sources(record)):
         if is_inside(source):
-            storage.create_exclusive(f"workflows/{workflow.id}/files/{source}", Path(source).read_bytes())
+            storage.write_bytes(f"workflows/{workflow.id}/files/{source}", Path(source).read_bytes())
     for step in workflow.steps.values():
         identities = {need: workflow.steps[need].fingerprint for need in step.needs}
         spec = {
