@@ -8,6 +8,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results.store import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS
+from lt2_platform.train.checkpoints.background import Background
 
 if TYPE_CHECKING:
     from lt2_platform.train.worker import WorkerSpec
@@ -58,7 +60,8 @@ class Evaluator:
 class Logger:
     """Callback of rank 0: metrics to the results store, and a small progress file for whoever launched us.
 
-    Not through ray.train.report: that is limited to one call in two seconds, and it blocks.
+    Not through ray.train.report: that is limited to one call in two seconds, and it blocks. A thread writes progress,
+    so that a slow store costs the loop nothing; metrics are buffered, and written once a minute.
     """
 
     writer: RunWriter
@@ -66,6 +69,7 @@ class Logger:
     config: TrainConfig
     began: int  # the step that training goes on from
     written: float = -math.inf
+    writing: Background | None = None
 
     @classmethod
     def open(cls, spec: WorkerSpec, config: TrainConfig, began: int) -> Logger:
@@ -75,8 +79,14 @@ class Logger:
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         self.writer.log(state.step, metrics | {"tokens": state.tokens})
-        if time.monotonic() - self.written >= PROGRESS_SECONDS or state.step == self.config.steps:
-            self._write_progress(_progress(state, metrics, self.config) | {"began": self.began})
+        values = _progress(state, metrics, self.config) | {"began": self.began}
+        busy = self.writing is not None and not self.writing.done()
+        if state.step == self.config.steps:
+            if self.writing is not None:
+                self.writing.wait()
+            self._write_progress(values)
+        elif not busy and time.monotonic() - self.written >= PROGRESS_SECONDS:
+            self.writing = Background(partial(self._write_progress, values), "lt2-progress")
 
     def _write_progress(self, values: dict[str, Any]) -> None:
         pause = 0.0
@@ -84,7 +94,7 @@ class Logger:
             self.out.write_bytes(PROGRESS, json.dumps(values).encode())
         except STORAGE_ERRORS as error:
             log.warning("progress not written (%s); training goes on", error)
-            pause = REFUSED_SECONDS  # S3 that is away takes half a minute to say so, and the loop waits for it
+            pause = REFUSED_SECONDS  # a line each half second says no more
         self.written = time.monotonic() + pause
 
 

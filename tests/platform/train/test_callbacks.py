@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -48,6 +49,8 @@ def test_progress_is_written_now_and_then_and_at_the_end(tmp_path, clock, monkey
     for step, waited in ((4, 0), (5, 0.4), (5, 0.1), (6, 60), (7, 0.4), (8, 0.1), (9, 0.49), (90, 0)):
         clock[0] += waited
         logger.on_step(TrainState(step=step, position=step * 8, tokens=step * 96), metrics)
+        assert logger.writing is not None
+        logger.writing.wait()
     # Refused at step 5, it is left alone for a minute.
     assert [values["step"] for values in written] == [4, 5, 8, 90]
     assert written[0].pop("time") > 1e9
@@ -56,6 +59,26 @@ def test_progress_is_written_now_and_then_and_at_the_end(tmp_path, clock, monkey
     rows = logger.writer.rows
     assert [step for step, _ in rows] == [4, 5, 5, 6, 7, 8, 9, 90]
     assert rows[0][1] == metrics | {"tokens": 4 * 96}
+
+
+def test_a_store_that_hangs_does_not_hold_up_the_steps(tmp_path, clock, monkeypatch):
+    written, answers, write = [], threading.Event(), Storage.write_bytes
+
+    def writing(storage, path, data):
+        assert answers.wait(30)
+        written.append(json.loads(data)["step"])
+        write(storage, path, data)
+
+    monkeypatch.setattr(Storage, "write_bytes", writing)
+    logger = Logger(Writer(), Storage(str(tmp_path)), train_config(steps=9), began=0)
+    metrics = {"loss": 2.5, "tokens_per_s": 7.0, "step_time": 2.0}
+    for step in range(1, 9):
+        clock[0] += 2.0
+        logger.on_step(TrainState(step=step, position=step * 8, tokens=step * 96), metrics)
+    assert written == []
+    answers.set()
+    logger.on_step(TrainState(step=9, position=72, tokens=864), metrics)
+    assert written == [1, 9]
 
 
 @pytest.mark.parametrize("fields", [{"eval_sequences": 2}, {"eval_sequences": 3, "document_mask": True}])
