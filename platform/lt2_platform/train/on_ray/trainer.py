@@ -7,7 +7,6 @@ in `<out>/checkpoints` (Ray's record can miss a checkpoint it was just told of, 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import threading
@@ -113,7 +112,7 @@ def pretrain(
     def told(values: dict[str, Any]) -> None:
         if "waiting" in values:
             waits.set()
-        if values.get("step", 0) < values.get("steps", math.inf):
+        if "step" in values and values["step"] < values["steps"]:
             request.possible.set()
         if progress is not None:
             progress(values)

@@ -200,6 +200,21 @@ def test_a_signal_while_evaluations_are_left_ends_them_at_once(tmp_path, monkeyp
     assert possible == [True, True, False]
 
 
+def test_a_signal_while_workers_wait_for_places_ends_the_run_at_once(tmp_path, monkeypatch, no_ray):
+    """There is nothing to save, and nobody to ask for it."""
+    write_dataset(tmp_path / "data")
+    possible, stop = [], StopRequest()
+
+    def scaling(num_workers, min_workers, cpus_per_worker, use_gpu, progress):
+        progress({"waiting": "for 1 CPU"})
+
+    monkeypatch.setattr(trainer, "_scaling", scaling)
+    monkeypatch.setattr(trainer, "_fit", lambda *more: possible.append(stop.possible.is_set()))
+    monkeypatch.setattr(trainer, "close_run", lambda spec, result: {})
+    run(tmp_path, pretrain_config(), stop=stop)
+    assert possible == [False]
+
+
 def test_a_run_that_was_saved_goes_on_unless_its_caller_asked_for_it(tmp_path, monkeypatch, no_ray):
     write_dataset(tmp_path / "data")
     ends, fitted, request = [PreemptedError("saved"), {}, PreemptedError("saved as asked")], [], StopRequest()
