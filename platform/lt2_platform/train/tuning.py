@@ -35,10 +35,10 @@ def run_each_kind(model: LoopedLM, *, rows: int, seq_len: int, dtype: torch.dtyp
     device = model.embed.weight.device
     ids = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
     doc_ids = (torch.arange(seq_len, device=device) >= seq_len // 2).long().expand(rows, -1) if packed else None
-    uses: dict[Any, Any] = {}
+    uses: dict[str, Any] = {}
     for row in model.schedule:
         for block, spec in zip(model.blocks, row):
-            uses.setdefault((type(block), spec), (block, spec))
+            uses.setdefault(repr(spec), (block, spec))  # a mixer of one's own may have lists among its fields
     with torch.autocast(device.type, dtype) if dtype else nullcontext():
         h = model.embed(ids).detach()
         seq = model.sequence_info(ids, doc_ids, None, None)

@@ -2,11 +2,13 @@
 
 import time
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import pytest
 import torch
 
-from lt2.config import ModelConfig
+from lt2.config import MixerConfig, ModelConfig
+from lt2.mixer_configs import GatedDeltaNetConfig
 from lt2.model import build
 from lt2_platform.train import ranks
 from lt2_platform.train.tuning import first_rank_first, run_each_kind
@@ -26,6 +28,19 @@ def test_every_kind_of_block_runs_once_at_the_micro_batchs_shape(packed, dtype):
     assert run_each_kind(model, rows=3, seq_len=40, dtype=dtype, packed=packed) == 2
     assert sorted(seen) == [("full", (3, 40, 32)), ("gdn", (3, 40, 32))]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_mixer_of_ones_own_may_have_lists_among_its_fields(monkeypatch):
+    monkeypatch.setattr(MixerConfig, "kinds", dict(MixerConfig.kinds))
+
+    class Listed(GatedDeltaNetConfig):
+        type: Literal["listed"] = "listed"
+        weights: ClassVar[str] = "listed"
+        widths: list[int] = [1, 2]
+
+    sizes = {"vocab_size": 32, "dim": 32, "n_layers": 2, "n_loops": 2, "num_heads": 2}
+    model = build(ModelConfig.model_validate({**sizes, "layout": {"type": "uniform", "mixer": {"type": "listed"}}}))
+    assert run_each_kind(model, rows=1, seq_len=8, dtype=None, packed=False) == 1
 
 
 def waits(folder):
