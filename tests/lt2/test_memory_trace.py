@@ -6,7 +6,7 @@ import torch
 from lt2.config import ModelConfig
 from lt2.distill.align import Forced
 from lt2.distill.kl import TopK, chunked_topk_kl
-from lt2.memory import LiveStorages, plan_memory
+from lt2.memory import OUTSIDE, LiveStorages, Memory, keeps_gathered, plan, plan_memory
 from lt2.model import build
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
@@ -225,3 +225,19 @@ def test_of_a_sharded_teacher_two_blocks_are_gathered_where_they_are_not_kept():
         asking += [plan.loss.asking for plan in known.values()]
     block = 4 * sum(p.numel() for p in build(teacher).blocks[0].parameters())
     assert asking[1] - asking[0] == 2 * block
+
+
+def test_whether_gathered_blocks_fit_is_asked_of_the_whole_run(monkeypatch):
+    asked, known = [], {}
+
+    def planned(*given, **more):
+        asked.append((given, more))
+        return Memory(parameters=6)
+
+    monkeypatch.setattr(plan, "plan_memory", planned)
+    config, teacher = model_config(uniform(FULL)), model_config(uniform(LA))
+    train = TrainConfig(steps=1, global_batch_size=ROWS, keep_gathered="auto")
+    for card, fits in ((OUTSIDE + 6, True), (OUTSIDE + 5, False)):
+        given = {"workers": 4, "teacher": teacher, "known": known}
+        assert keeps_gathered(config, train, L, card_bytes=card, **given) is fits
+        assert asked.pop() == ((config, train.model_copy(update={"keep_gathered": True}), L), given)

@@ -126,8 +126,7 @@ def _train(
     tokenizer = dataset.manifest["tokenizer"]
     device = _device()
     sources, folder = Sources(**spec.sources), Storage(spec.out).join("checkpoints")
-    own = bool(integrity.complete(folder))
-    start = None if own else sources.start
+    start = None if integrity.complete(folder) else sources.start
     keep = _keeps_gathered(model_config, config, device, dataset.seq_len, sources.teacher)
     model, sharding = _build_model(model_config, config, device, dataset.seq_len, keep=keep, start=start)
     teacher = None if sources.teacher is None else load_teacher(sources.teacher, config, device, keep=keep)
@@ -142,7 +141,7 @@ def _train(
     )
     torch.manual_seed(config.seed + 1 + rank)  # ranks draw different numbers from here on; a checkpoint replaces this
 
-    state, found = _resume(folder, None if own else sources.continue_from, model, optimizer, model_config, tokenizer)
+    state, found = _resume(folder, sources.continue_from, model, optimizer, model_config, tokenizer)
     batches: Any = feed.batches(
         state, found, spec.out, skip, prefetch=spec.prefetch if sources.topk is None else 0, reader=reader
     )
