@@ -5,6 +5,7 @@ Ray-free on purpose: `scripts/train_torchrun.py` runs the same function, and so 
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -99,6 +100,7 @@ def run(
                 raise
             except NonFiniteLossError as error:
                 failure = error.with_traceback(None)  # its frames hold the model
+            gc.collect()  # a sharded one holds itself, by its hooks: the next would be made beside it
             rollbacks.record(failure)
 
 

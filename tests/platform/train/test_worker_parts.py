@@ -105,16 +105,16 @@ def test_rank_zero_alone_writes_and_each_draws_numbers_of_its_own(root, handed, 
 def test_a_student_begins_as_its_start_and_learns_from_its_teacher_at_two_rates(root, handed, monkeypatch, rest):
     kept = {"layout": {"type": "kept", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "kept": [1]}}
     teacher = build(model_config(layout={"type": "uniform", "mixer": {"type": "full"}}))
-    asked, seen, made = [], [], Observer.build
+    asked, seen, sizes, made = [], [], [], Observer.build
     monkeypatch.setattr(worker.checkpoint, "load_model", lambda place: (teacher, teacher.config, place))
     monkeypatch.setattr(worker.checkpoint, "read_info", lambda place: SimpleNamespace(model=teacher.config))
     monkeypatch.setattr(worker, "load_teacher", lambda *given, keep: asked.append((given[0], keep)) or teacher)
     monkeypatch.setattr(worker.Observer, "build", lambda *given: seen.append(given[1:]) or made(*given))
-    objective = {"type": "distill", "k": 4, "rest_lr_scale": rest}
-    config = pretrain_config(objective=objective, keep_gathered=False)
+    monkeypatch.setattr(worker, "_keeps_gathered", lambda *given: sizes.append(given[3:]) or False)
+    config = pretrain_config(objective={"type": "distill", "k": 4, "rest_lr_scale": rest})
     spec = open_run(root, PretrainConfig.model_validate({"model": MODEL | kept, "train": config.train.model_dump()}))
     got = handed(replace(spec, sources={"start": "begun", "teacher": "asked"}))
-    assert asked == [("asked", False)]
+    assert (sizes, asked) == ([(SEQ_LEN, "asked")], [("asked", False)])
     assert seen == [(config.train, SEQ_LEN, CPU, teacher.config)]
     model = got.callbacks[0].model
     assert torch.equal(model.embed.weight, teacher.embed.weight)
