@@ -1,12 +1,16 @@
 """What a plan takes one block's use for, against real tensors and against itself."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lt2.config import ModelConfig
 from lt2.distill.align import Forced
 from lt2.distill.kl import TopK, chunked_topk_kl
 from lt2.memory import OUTSIDE, LiveStorages, Memory, keeps_gathered, plan, plan_memory
+from lt2.memory.walk import Loss
 from lt2.model import build
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
@@ -142,6 +146,7 @@ def test_a_loop_more_of_alignment_leaves_what_its_units_keep(fields, recompute):
     plan = traced(four, **settings)
     more, less = (left_by_a_forward_pass(config, train, False) for config in (four, three))
     assert sum(unit.kept for unit in plan.table[2]) + plan.end.kept == pytest.approx(more - less, rel=0, abs=16)
+    assert plan.loss == Loss(STATE, 0), "no gradient goes back from layer to layer"
 
 
 @pytest.mark.parametrize("fields", [{}, {"norm_each_loop": True, "loop_residual": False}], ids=["residual", "norm"])
@@ -155,8 +160,11 @@ def test_the_end_of_a_loop_needs_what_it_needs_of_real_tensors(fields):
         del out
         with live.over() as backward:
             after.backward(torch.empty_like(after))
-    end = traced(config).end
-    assert (end.forward_peak, end.backward_peak) == (forward[1], backward[1])
+    found, ids = traced(config), torch.zeros(ROWS, L, dtype=torch.int64)
+    assert (found.end.forward_peak, found.end.backward_peak) == (forward[1], backward[1])
+    with LiveStorages() as live, live.over() as start:
+        kept = model.embed(ids), model.sequence_info(ids, None, None, None)
+    assert (len(kept), found.start) == (2, start[0])
 
 
 def test_weights_are_cast_once():
@@ -166,6 +174,16 @@ def test_weights_are_cast_once():
     assert unit.once == 2 * matrices
     assert unit.kept <= unit.forward_peak < unit.kept + unit.once
     assert unit.gradients == 4 * sum(p.numel() for p in build(config).blocks[0].parameters())
+
+
+def test_weights_that_are_handed_out_in_bf16_are_not_cast_and_kernels_keep_less():
+    known = {}
+    train = TrainConfig(steps=1, global_batch_size=ROWS, precision="bf16")
+    for device in ("cpu", "cuda"):
+        plan_memory(model_config(uniform({"type": "gdn"})), train, L, workers=2, device_type=device, known=known)
+    here, there = (each.table[0][0] for each in known.values())
+    assert (here.once, there.once) == (0, 0)
+    assert there.kept < here.kept
 
 
 def test_a_units_trace_does_not_hang_on_those_before_it():
@@ -212,19 +230,31 @@ def test_a_smaller_last_micro_batch_finds_gradients_that_wait():
     assert two.gradients > one.gradients
 
 
+def test_a_teacher_is_held_in_the_precision_of_training():
+    config = model_config(uniform(FULL))
+    ids, options = torch.zeros(ROWS, L, dtype=torch.int64), {"shards": 1, "sharded": False, "keep": True}
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
+        whole, half = (plan._teacher(config, ids, live, nullcontext, bf16, **options)[0] for bf16 in (False, True))
+    assert whole == 4 * sum(p.numel() for p in build(config).parameters()) == 2 * half
+
+
 def test_of_a_sharded_teacher_two_blocks_are_gathered_where_they_are_not_kept():
     teacher = model_config(uniform(FULL))
     kept = {"type": "kept", "attention": FULL, "mixer": LA, "kept": [1]}
     student = teacher.model_copy(update={"layout": model_config(kept).layout})
     settings = {"steps": 1, "global_batch_size": ROWS, "objective": {"type": "distill", "k": 4}}
-    asking = []
+    asking, held = [], []
     for keep in (True, False):
         known = {}
         train = TrainConfig.model_validate(settings | {"keep_gathered": keep})
         plan_memory(student, train, L, workers=2, device_type="cpu", teacher=teacher, known=known)
         asking += [plan.loss.asking for plan in known.values()]
-    block = 4 * sum(p.numel() for p in build(teacher).blocks[0].parameters())
+        held += [plan.teacher for plan in known.values()]
+    whole, block = (
+        4 * sum(p.numel() for p in part.parameters()) for part in (build(teacher), build(teacher).blocks[0])
+    )
     assert asking[1] - asking[0] == 2 * block
+    assert held == [whole // 2 + whole, whole // 2 + whole - 2 * block]
 
 
 def test_whether_gathered_blocks_fit_is_asked_of_the_whole_run(monkeypatch):

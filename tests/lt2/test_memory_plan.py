@@ -1,0 +1,97 @@
+"""What a plan traces and walks through, of configs and machines. Nothing is traced here, so all cases are cheap."""
+
+import pytest
+import torch
+
+from lt2.config import ModelConfig
+from lt2.memory import plan, plan_memory
+from lt2.memory.plan import Traced
+from lt2.memory.walk import Walk
+from lt2.train.config import TrainConfig
+from tests.lt2.test_memory_walk import END, LOSS, LOWER, START, STATE, UPPER, WEIGHTS
+
+L = 16
+TRACED = Traced(WEIGHTS, [[LOWER, UPPER]] * 2, START, END, LOSS, STATE, teacher=9)
+
+
+def model_config(**fields):
+    layout = {"type": "uniform", "mixer": {"type": "full"}}
+    sizes = {"vocab_size": 64, "dim": 64, "n_layers": 2, "n_loops": 2, "num_heads": 2, "max_seq_len": L}
+    return ModelConfig.model_validate({**sizes, "layout": layout, **fields})
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """(what was traced, how it was walked, the plan) of settings; model, device_type, workers and the like are more."""
+
+    def of(model=None, device_type="cuda", **settings):
+        traces, walks, more = [], [], {}
+        for name in ("workers", "sharded", "teacher", "bf16"):
+            if name in settings:
+                more[name] = settings.pop(name)
+
+        class Watched(Walk):
+            def __init__(self, weights, **told):
+                walks.append(told)
+                super().__init__(weights, **told)
+
+            def run(self, *given, recompute):
+                walks[-1]["recompute"] = recompute
+                super().run(*given, recompute=recompute)
+
+        monkeypatch.setattr(plan, "Walk", Watched)
+        monkeypatch.setattr(plan, "_trace", lambda **given: traces.append(given) or TRACED)
+        train = TrainConfig.model_validate({"steps": 1, "global_batch_size": 8} | settings)
+        return traces, walks, plan_memory(model or model_config(), train, L, device_type=device_type, **more)
+
+    return of
+
+
+@pytest.mark.parametrize(("device", "settings", "bf16", "bytes_gathered", "shards"), [
+    ("cuda", {}, True, 4, 1),
+    ("cuda", {"workers": 4}, True, 2, 4),
+    ("cuda", {"workers": 4, "shard_workers": 2}, True, 2, 2),
+    ("cuda", {"workers": 4, "precision": "fp32"}, False, 4, 4),
+    ("cuda", {"workers": 4, "sharded": False}, True, 4, 1),
+    ("cuda", {"sharded": True}, True, 2, 1),
+    ("cpu", {"workers": 4}, False, 4, 4),
+    ("cpu", {"workers": 2, "precision": "bf16"}, True, 2, 2),
+    ("cpu", {"workers": 2, "bf16": True}, True, 2, 2),
+])  # fmt: skip
+def test_dtypes_and_shards_are_those_of_the_run(planned, device, settings, bf16, bytes_gathered, shards):
+    ((trace,), (walk,), _) = planned(device_type=device, **settings)
+    dtype = torch.bfloat16 if bytes_gathered == 2 else torch.float32
+    assert (trace["device_type"], trace["bf16"], trace["dtype"], trace["shards"]) == (device, bf16, dtype, shards)
+    assert (walk["itemsize"], walk["shards"], walk["sharded"]) == (bytes_gathered, shards, trace["sharded"])
+    assert walk["sharded"] == (settings.get("sharded", settings.get("workers", 1) > 1))
+
+
+@pytest.mark.parametrize(("workers", "micro_batch_size", "sizes", "waiting"), [
+    (1, None, [8], [False]),
+    (1, 4, [4], [True]),
+    (1, 3, [3], [True]),  # the last one is smaller, and gradients wait for the second too
+    (1, 5, [5, 3], [False, True]),
+    (2, 4, [4], [False]),
+    (2, 99, [4], [False]),
+])  # fmt: skip
+def test_gradients_wait_where_a_step_has_several_micro_batches(planned, workers, micro_batch_size, sizes, waiting):
+    traces, walks, _ = planned(workers=workers, micro_batch_size=micro_batch_size)
+    assert [trace["size"] for trace in traces] == sizes
+    assert [walk["waiting"] for walk in walks] == waiting
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "muon"), [("adamw", "cuda", 0), ("muon", "cuda", 2), ("muon", "cpu", 4)]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_follows_the_backward_pass_is_of_the_optimizer_and_the_head(planned, optimizer, device, muon, tied):
+    model, settings = model_config(tie_embeddings=tied), {"optimizer": {"type": optimizer}, "keep_gathered": False}
+    (_, (walk,), _) = planned(model, device, workers=2, **settings)
+    assert (walk["muon"], walk["tied"], walk["keep"]) == (muon, tied, False)
+
+
+def test_a_teacher_counts_and_a_recomputed_loop_is_traced_as_blocks(planned):
+    teacher = model_config(n_loops=3)
+    ((trace,), (walk,), found) = planned(teacher=teacher, activation_checkpoint="loop")
+    assert (trace["teacher"], found.teacher) == (teacher, 9)
+    assert (trace["recompute"], walk["recompute"]) == ("block", "loop")
