@@ -26,7 +26,7 @@ def planned(monkeypatch):
 
     def of(model=None, device_type="cuda", **settings):
         traces, walks, more = [], [], {}
-        for name in ("workers", "sharded", "teacher", "bf16"):
+        for name in ("workers", "sharded", "teacher", "bf16", "known", "seq_len"):
             if name in settings:
                 more[name] = settings.pop(name)
 
@@ -41,8 +41,11 @@ def planned(monkeypatch):
 
         monkeypatch.setattr(plan, "Walk", Watched)
         monkeypatch.setattr(plan, "_trace", lambda **given: traces.append(given) or TRACED)
-        train = TrainConfig.model_validate({"steps": 1, "global_batch_size": 8} | settings)
-        return traces, walks, plan_memory(model or model_config(), train, L, device_type=device_type, **more)
+        train, length = (
+            TrainConfig.model_validate({"steps": 1, "global_batch_size": 8} | settings),
+            more.pop("seq_len", L),
+        )
+        return traces, walks, plan_memory(model or model_config(), train, length, device_type=device_type, **more)
 
     return of
 
@@ -83,11 +86,11 @@ def test_gradients_wait_where_a_step_has_several_micro_batches(planned, workers,
 @pytest.mark.parametrize(
     ("optimizer", "device", "muon"), [("adamw", "cuda", 0), ("muon", "cuda", 2), ("muon", "cpu", 4)]
 )
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_follows_the_backward_pass_is_of_the_optimizer_and_the_head(planned, optimizer, device, muon, tied):
-    model, settings = model_config(tie_embeddings=tied), {"optimizer": {"type": optimizer}, "keep_gathered": False}
+@pytest.mark.parametrize(("tied", "asked", "keep"), [(False, "auto", True), (True, False, False)])
+def test_the_walk_knows_optimizer_head_and_what_stays(planned, optimizer, device, muon, tied, asked, keep):
+    model, settings = model_config(tie_embeddings=tied), {"optimizer": {"type": optimizer}, "keep_gathered": asked}
     (_, (walk,), _) = planned(model, device, workers=2, **settings)
-    assert (walk["muon"], walk["tied"], walk["keep"]) == (muon, tied, False)
+    assert (walk["muon"], walk["tied"], walk["keep"]) == (muon, tied, keep)
 
 
 def test_a_teacher_counts_and_a_recomputed_loop_is_traced_as_blocks(planned):
@@ -95,3 +98,27 @@ def test_a_teacher_counts_and_a_recomputed_loop_is_traced_as_blocks(planned):
     ((trace,), (walk,), found) = planned(teacher=teacher, activation_checkpoint="loop")
     assert (trace["teacher"], found.teacher) == (teacher, 9)
     assert (trace["recompute"], walk["recompute"]) == ("block", "loop")
+
+
+@pytest.mark.parametrize("changed", [
+    {"seq_len": 8},
+    {"global_batch_size": 4},
+    {"micro_batch_size": 1},
+    {"objective": {"type": "exit_gate"}},
+    {"keep_gathered": False},
+    {"teacher": model_config(n_loops=3)},
+    {"workers": 1},
+    {"workers": 4, "global_batch_size": 16},
+    {"device_type": "cpu", "precision": "bf16"},
+    {"precision": "fp32"},
+    {"activation_checkpoint": True},
+    {"model": model_config(norm_each_loop=True)},
+], ids=str)  # fmt: skip
+def test_what_was_traced_before_is_of_the_same_settings_alone(planned, changed):
+    known, plain = {}, {"workers": 2}
+    assert [len(planned(known=known, **settings)[0]) for settings in (plain, plain | changed, plain)] == [1, 1, 0]
+
+
+def test_what_only_the_walk_differs_in_is_not_traced_again(planned):
+    known, changes = {}, [{}, {"optimizer": {"type": "muon"}}, {"lr": 1.0}]
+    assert [len(planned(known=known, **changed)[0]) for changed in changes] == [1, 0, 0]

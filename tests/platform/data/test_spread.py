@@ -1,8 +1,13 @@
 """How items share tasks; that they run where and as often as they should is in test_prepare.py."""
 
-import pytest
+import pickle
+import threading
 
-from lt2_platform.data.spread import MOST_PER_TASK, TASKS_LEFT, grouped
+import pytest
+from ray import cloudpickle
+
+from lt2.config import ConfigError
+from lt2_platform.data.spread import MOST_PER_TASK, TASKS_LEFT, _call, grouped
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 7])
@@ -15,3 +20,41 @@ def test_groups_cover_every_item_in_order_and_shrink_towards_the_end(count, lane
     assert max(sizes, default=0) <= MOST_PER_TASK
     if count >= TASKS_LEFT * lanes:
         assert sizes[-TASKS_LEFT * lanes :] == [1] * TASKS_LEFT * lanes
+
+
+class TwoPartsError(Exception):
+    def __init__(self, file, why):
+        super().__init__(f"{file}: {why}")
+
+
+class HoldingError(Exception):
+    def __init__(self, why):
+        super().__init__(why)
+        self.lock = threading.Lock()
+
+
+class ElsewhereError(Exception):
+    """Of a file that is not loaded where the error arrives."""
+
+    def __reduce__(self):
+        return getattr, (threading, "nothing")
+
+
+def fails_at_bad(item, make):
+    if item == "bad":
+        raise make()
+    return item
+
+
+@pytest.mark.parametrize(("make", "kind", "says"), [
+    (lambda: ConfigError("a.txt is damaged"), ConfigError, "a.txt is damaged"),
+    (lambda: TwoPartsError("a.txt", "no title"), RuntimeError, "TwoPartsError: a.txt: no title"),
+    (lambda: HoldingError("no title"), RuntimeError, "HoldingError: no title"),
+    (lambda: ElsewhereError("no title"), RuntimeError, "ElsewhereError: no title"),
+])  # fmt: skip
+def test_what_a_task_raised_is_heard_whatever_its_class(make, kind, says):
+    row = _call(cloudpickle.dumps((fails_at_bad, make, None)), {"items": pickle.dumps(["good", "bad", "unseen"])})
+    failure, found = pickle.loads(row["results"])
+    raised = failure.error()
+    assert (type(raised), str(raised), found) == (kind, says, ["good"])
+    assert "in fails_at_bad" in raised.__notes__[-1]
