@@ -1,34 +1,43 @@
-"""Errors on their way from one process to another, in which not every class can be made again."""
+"""Errors on their way to another process, which cannot make every class again; Ray then says that of the sender."""
 
 from __future__ import annotations
 
 import pickle
-import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from typing import Any, TypeVar
+
+from lt2.config import ConfigError
+from lt2.extension import THEIRS
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An error for another process, as bytes and, where these do not do, as text."""
+def portable(error: Exception) -> Exception:
+    """`error`, or one that says the same where its class is of a user's file, needs more than its message to be made
+    again, or holds what cannot travel."""
+    if not type(error).__module__.startswith(THEIRS):
+        with suppress(Exception):  # whatever its class raises
+            pickle.loads(pickle.dumps(error))
+            return error
+    mistake = isinstance(error, ConfigError)
+    told = ConfigError(str(error)) if mistake else RuntimeError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        told.add_note(note)
+    return told
 
-    pickled: bytes
-    said: str
-    trace: str
 
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
+def portably(function: Function) -> Function:
+    """A decorator: what the function raises is `portable`."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            pickled = pickle.dumps(error)
-        except Exception:  # noqa: BLE001  it may hold anything, a lock or a file
-            pickled = b""
-        return cls(pickled, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+            return function(*args, **kwargs)
+        except Exception as error:
+            if (told := portable(error)) is error:
+                raise
+            raise told from error
 
-    def error(self) -> Exception:
-        """The error with its traceback as a note; a RuntimeError that says the same where its class needs more than its
-        message to be made, or is of a file that is not loaded here."""
-        try:
-            error = pickle.loads(self.pickled)
-        except Exception:  # noqa: BLE001  whatever its class raises
-            error = RuntimeError(self.said)
-        error.add_note(self.trace)
-        return error
+    return called  # type: ignore[return-value]  the same signature

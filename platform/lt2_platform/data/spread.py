@@ -6,11 +6,12 @@ import functools
 import logging
 import os
 import pickle
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lt2_platform.failures import Failure
+from lt2_platform.failures import portable
 from lt2_platform.fence import FENCE
 
 
@@ -71,7 +72,7 @@ def spread(
             failure, found = pickle.loads(row["results"])
             yield from found
             if failure is not None:
-                raise failure.error()
+                raise failure
 
 
 MOST_PER_TASK, TASKS_LEFT = 8, 4
@@ -97,7 +98,8 @@ def _call(call: bytes, row: dict[str, Any]) -> dict[str, Any]:
         for item in pickle.loads(row["items"]):
             found.append(function(item, shared))
     except Exception as error:
-        failure = Failure.of(error)
+        error.add_note("".join(traceback.format_exception(error)))
+        failure = portable(error)
     return {"results": pickle.dumps((failure, found))}
 
 

@@ -23,7 +23,7 @@ from lt2_platform.data.live.lanes import Cursor, Cursors, LivePlan, live_batches
 from lt2_platform.data.live.on_the_fly import KEY, live_plan
 from lt2_platform.data.prepare import PrepareConfig
 from lt2_platform.data.stream import load_manifest, read_ahead, share_of
-from lt2_platform.failures import Failure
+from lt2_platform.failures import portable
 from lt2_platform.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -131,12 +131,12 @@ def _received(plan: LivePlan, arguments: dict[str, Any]) -> Iterator[Any]:
     try:
         while True:
             try:
-                made, failure = here.recv()
+                made, error = here.recv()
             except EOFError:
                 process.join()
                 raise RuntimeError(f"the tokenising process died (exit code {process.exitcode})") from None
-            if failure is not None:
-                raise failure.error()
+            if error is not None:
+                raise error
             yield made
     finally:
         here.close()
@@ -153,4 +153,4 @@ def _produce(connection: Connection, plan: LivePlan, arguments: dict[str, Any]) 
     except BrokenPipeError:
         return  # the worker has gone
     except Exception as error:  # whatever it is, it belongs to the worker
-        connection.send((None, Failure.of(error)))
+        connection.send((None, portable(error)))

@@ -21,6 +21,7 @@ from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.code import code_sha256
 from lt2_platform.evaluate.harness.models import ModelSource, load
 from lt2_platform.evaluate.harness.scoring import Pair, Scorer
+from lt2_platform.failures import portably
 from lt2_platform.json_values import sha256_of
 from lt2_platform.machine.devices import this_device
 from lt2_platform.progress import Progress
@@ -192,5 +193,6 @@ class ModelActor:
         torch.set_num_threads(threads)  # sums may be split by thread, and all actors must split them alike
         self.loaded = load(source)
 
+    @portably
     def answer(self, name: str, work: Work) -> tuple[str, dict[str, Any]]:
         return name, answer(self.loaded.scorer, self.loaded.tokenizer, work)

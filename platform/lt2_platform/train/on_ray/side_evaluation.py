@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 
 from lt2.config import ConfigError
 from lt2.train.config import TrainConfig
+from lt2_platform.failures import portably
 from lt2_platform.fence import FENCE
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -138,6 +139,7 @@ class SideEvaluations:
                 log.warning("the evaluations of this run are not looked after (%s); trying again", error)
 
 
+@portably
 def evaluate(spec: WorkerSpec, plan: dict[str, Any], name: str, fence: str | None) -> None:
     """One evaluation, as a Ray task: rows to the run's results, with their step. fence: of the attempt it belongs to.
 

@@ -26,6 +26,7 @@ from lt2.config import ConfigError
 from lt2.train.loop import STOP, NonFiniteLossError, PreemptedError
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.spread import some_ray
+from lt2_platform.failures import portably
 from lt2_platform.fence import FENCE
 from lt2_platform.machine.cores import share
 from lt2_platform.progress import Progress
@@ -229,6 +230,7 @@ def _fit(
     return outcome["summary"]
 
 
+@portably  # Ray's controller takes a worker whose error it cannot make again for dead
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
     """On each worker. Ends that all workers come to are returned: Ray would spend its retries on raised ones."""
     if os.path.isdir(settings["folder"]):  # Ray starts workers in one of its own; a relative `source` means the user's
