@@ -60,7 +60,7 @@ def _forward_kernel(
     total = tl.zeros([BR], dtype=tl.float32)
     acc = tl.zeros([BR, BV], dtype=tl.float32)
     for start in range(0, T, BT):
-        token, visible = _selected(blocks, counts, start + tl.arange(0, BT), T, S)
+        token, visible = _selected(blocks, counts, start + tl.arange(0, BT), T, S)  # pyright: ignore[reportGeneralTypeIssues]
         keys = _load_rows(k, token, visible, E, BE)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(visible[None, :], scores, -float("inf"))
@@ -110,7 +110,7 @@ def _backward_kernel(
     inner = tl.load(delta + base + r, mask=r < R, other=0.0)
     acc = tl.zeros([BR, BE], dtype=tl.float32)
     for start in range(0, T, BT):
-        token, visible = _selected(blocks, counts, start + tl.arange(0, BT), T, S)
+        token, visible = _selected(blocks, counts, start + tl.arange(0, BT), T, S)  # pyright: ignore[reportGeneralTypeIssues]
         keys = _load_rows(k, token, visible, E, BE)
         values = _load_rows(v, token, visible, V, BV)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
@@ -165,7 +165,7 @@ class TritonSelected(torch.autograd.Function):
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, int]:
     (N, L, R, E), (P, S), V = q.shape, k.shape[1:3], v.shape[-1]
-    tile = lambda size: max(16, triton.next_power_of_2(size))  # noqa: E731
+    tile = lambda size: max(16, int(triton.next_power_of_2(size)))  # noqa: E731
     T = blocks.shape[2] * S
     return {
         "L": L, "M": P * S, "heads": N // blocks.shape[0], "R": R, "E": E, "V": V, "T": T, "S": S,
