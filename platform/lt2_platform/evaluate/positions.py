@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,8 @@ def positions_rows(config: PositionsConfig, model: LoopedLM, context: TaskContex
     parts = parts_of(length)
     sums = []  # of each batch (2, B, parts)
     for done, batch in enumerate(batches(dataset, config, length), 1):
-        found = losses_of(model, batch.to(model.embed.weight.device))
-        sums.append(
-            torch.stack([torch.stack([x[:, a - 1 : b].sum(1) for _, a, b, _ in parts], 1) for x in found]).cpu()
-        )
+        both = torch.stack(losses_of(model, batch.to(model.embed.weight.device)))  # (2, B, L)
+        sums.append(torch.stack([both[..., first - 1 : last].sum(-1) for _, first, last, _ in parts], -1).cpu())
         context.progress({"message": "positions", "batch": done})
     if not sums:
         raise ConfigError(too_short(dataset, config, length))
@@ -76,18 +75,9 @@ def losses_of(model: LoopedLM, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def batches(dataset: PackedDataset, config: PositionsConfig, length: int) -> Iterator[Batch]:
     """The spans of `length` + 1 tokens, `batch_size` at a time."""
-    waiting: list[dict[str, np.ndarray]] = []
-    left = config.max_spans
-    for span in spans(dataset, held_out_rows(dataset, config.held_out), length):
-        if left == 0:
-            break
-        left = None if left is None else left - 1
-        waiting.append(span)
-        if len(waiting) == config.batch_size:
-            yield _stacked(waiting)
-            waiting = []
-    if waiting:
-        yield _stacked(waiting)
+    found = islice(spans(dataset, held_out_rows(dataset, config.held_out), length), config.max_spans)
+    while some := list(islice(found, config.batch_size)):
+        yield Batch.from_numpy({name: np.stack([span[name] for span in some]) for name in some[0]})
 
 
 def spans(dataset: PackedDataset, rows: range, length: int) -> Iterator[dict[str, np.ndarray]]:
@@ -105,10 +95,6 @@ def _documents(doc_ids: np.ndarray) -> list[tuple[int, int]]:
     """[begin, end) of every document of a row, without padding."""
     borders = [0, *(np.flatnonzero(np.diff(doc_ids)) + 1), len(doc_ids)]
     return [(begin, end) for begin, end in zip(borders, borders[1:]) if doc_ids[begin] >= 0]
-
-
-def _stacked(found: list[dict[str, np.ndarray]]) -> Batch:
-    return Batch.from_numpy({name: np.stack([span[name] for span in found]) for name in found[0]})
 
 
 def length_for(dataset: PackedDataset, rows: range) -> int:
