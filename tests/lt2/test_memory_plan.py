@@ -122,3 +122,10 @@ def test_what_was_traced_before_is_of_the_same_settings_alone(planned, changed):
 def test_what_only_the_walk_differs_in_is_not_traced_again(planned):
     known, changes = {}, [{}, {"optimizer": {"type": "muon"}}, {"lr": 1.0}]
     assert [len(planned(known=known, **changed)[0]) for changed in changes] == [1, 0, 0]
+
+
+def test_what_was_traced_is_put_into_the_order_of_the_layers():
+    found = TRACED.reordered([1, 0])
+    assert found.table == [[UPPER, LOWER]] * 2
+    assert (found.weights.blocks, found.weights.learning_blocks) == ([40, 30], [40, 20])
+    assert TRACED.reordered([0, 1]) == TRACED

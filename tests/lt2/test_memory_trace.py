@@ -1,6 +1,7 @@
 """What a plan takes one block's use for, against real tensors and against itself."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -233,9 +234,24 @@ def test_a_smaller_last_micro_batch_finds_gradients_that_wait():
 def test_a_teacher_is_held_in_the_precision_of_training():
     config = model_config(uniform(FULL))
     ids, options = torch.zeros(ROWS, L, dtype=torch.int64), {"shards": 1, "sharded": False, "keep": True}
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
-        whole, half = (plan._teacher(config, ids, live, nullcontext, bf16, **options)[0] for bf16 in (False, True))
+        whole, _ = plan._teacher(config, ids, live, nullcontext, False, **options)
+        half, peak = plan._teacher(config, ids, live, autocast, True, **options)
     assert whole == 4 * sum(p.numel() for p in build(config).parameters()) == 2 * half
+    kept = {"type": "kept", "attention": FULL, "mixer": LA, "kept": [1]}
+    found = traced(model_config(kept), config, precision="bf16", objective={"type": "distill", "k": 4})
+    assert (found.teacher, found.loss.asking) == (half, peak + 3 * STATE)
+
+
+@pytest.mark.parametrize("objective", ["next_token", "exit_gate", "distill"])
+def test_a_loss_is_cut_as_on_the_device(monkeypatch, objective):
+    asked = []
+    monkeypatch.setattr("lt2.memory.trace.rows_per_chunk", lambda device, vocab_size: asked.append(device) or 4)
+    train = TrainConfig.model_validate({"steps": 1, "global_batch_size": ROWS, "objective": {"type": objective}})
+    config = model_config(uniform(LA), **(GATE if objective == "exit_gate" else {}))
+    plan_memory(config, train, L, device_type="cuda")
+    assert asked == ["cuda"]
 
 
 def test_of_a_sharded_teacher_two_blocks_are_gathered_where_they_are_not_kept():
