@@ -10,19 +10,24 @@ from typing import Any, TypeVar
 
 from lt2.config import ConfigError
 from lt2.extension import THEIRS
+from lt2_platform.storage_errors import is_away, reason
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def portable(error: Exception) -> Exception:
     """`error`, or one that says the same where its class is of a user's file, needs more than its message to be made
-    again, or holds what cannot travel."""
+    again, or holds what cannot travel. The server's answer that an error of storage came from stays behind: one that
+    says that the store is away becomes a ConnectionError."""
     if not type(error).__module__.startswith(THEIRS):
         with suppress(Exception):  # whatever its class raises
-            pickle.loads(pickle.dumps(error))
-            return error
-    mistake = isinstance(error, ConfigError)
-    told = ConfigError(str(error)) if mistake else RuntimeError(f"{type(error).__name__}: {error}")
+            if is_away(pickle.loads(pickle.dumps(error))) == is_away(error):
+                return error
+    told: Exception = RuntimeError(f"{type(error).__name__}: {error}")
+    if isinstance(error, ConfigError):
+        told = ConfigError(str(error))
+    elif is_away(error):
+        told = ConnectionError(reason(error))
     for note in getattr(error, "__notes__", ()):
         told.add_note(note)
     return told

@@ -4,7 +4,9 @@ import pickle
 import threading
 
 import pytest
+from botocore.exceptions import ClientError
 from ray import cloudpickle
+from s3fs.errors import translate_boto_error
 
 from lt2.config import ConfigError
 from lt2_platform.data.spread import MOST_PER_TASK, TASKS_LEFT, _call, grouped
@@ -37,6 +39,11 @@ class TheirError(ConfigError):
     __module__ = "lt2_user_readers"  # no other process finds it by that name
 
 
+def refused(code, status):
+    answer = {"Error": {"Code": code, "Message": "said S3"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return translate_boto_error(ClientError(answer, "PutObject"))
+
+
 def fails_at_bad(item, make):
     if item == "bad":
         raise make()
@@ -49,6 +56,8 @@ def fails_at_bad(item, make):
     (lambda: TwoPartsError("a.txt", "no title"), RuntimeError, "TwoPartsError: a.txt: no title"),
     (lambda: HoldingError("no title"), RuntimeError, "HoldingError: no title"),
     (lambda: TheirError("no title"), ConfigError, "no title"),
+    (lambda: refused("SlowDown", 503), ConnectionError, "SlowDown: said S3"),
+    (lambda: refused("AccessDenied", 403), PermissionError, "said S3"),
 ])  # fmt: skip
 def test_what_a_task_raised_is_heard_whatever_its_class(make, kind, says):
     row = _call(cloudpickle.dumps((fails_at_bad, make, None)), {"items": pickle.dumps(["good", "bad", "unseen"])})
