@@ -19,7 +19,7 @@ import torch
 from lt2.config import ModelConfig
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.code import code_sha256
-from lt2_platform.evaluate.harness.models import ModelSource, load
+from lt2_platform.evaluate.harness.models import Loaded, ModelSource, load
 from lt2_platform.evaluate.harness.scoring import Pair, Scorer
 from lt2_platform.failures import portably
 from lt2_platform.json_values import sha256_of
@@ -191,7 +191,12 @@ class ModelActor:
 
     def __init__(self, source: ModelSource, threads: int):
         torch.set_num_threads(threads)  # sums may be split by thread, and all actors must split them alike
-        self.loaded = load(source)
+        self.source = source
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        """Not made with the actor: of what is raised there Ray says that the actor died."""
+        return load(self.source)
 
     @portably
     def answer(self, name: str, work: Work) -> tuple[str, dict[str, Any]]:
