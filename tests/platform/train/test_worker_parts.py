@@ -246,8 +246,9 @@ def test_on_cards_the_plan_for_all_workers_and_the_teacher_decides(monkeypatch):
     monkeypatch.setattr(worker, "keeps_gathered", lambda *given, **more: asked.append((given, more)) or False)
     monkeypatch.setattr(worker.checkpoint, "resolve", lambda place: f"{place}/newest")
     monkeypatch.setattr(worker.checkpoint, "read_info", lambda uri: SimpleNamespace(model=f"of {uri}"))
+    monkeypatch.setattr(ranks, "from_rank_zero", lambda mine: not mine)  # whose card is larger than this rank's
     config = train_config(keep_gathered="auto")
-    assert worker._keeps_gathered(model_config(), config, torch.device("cuda"), SEQ_LEN, "teacher") is False
+    assert worker._keeps_gathered(model_config(), config, torch.device("cuda"), SEQ_LEN, "teacher") is True
     more = {"workers": 4, "card_bytes": 80, "teacher": "of teacher/newest"}
     assert asked == [((model_config(), config, SEQ_LEN), more)]
 
