@@ -15,13 +15,14 @@ from lt2_platform.storage_errors import is_away, reason
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def portable(error: Exception) -> Exception:
+def portable(error: Exception, dumps: Callable[[Any], bytes] = pickle.dumps) -> Exception:
     """`error`, or one that says the same where its class is of a user's file, needs more than its message to be made
     again, or holds what cannot travel. The server's answer that an error of storage came from stays behind: one that
-    says that the store is away becomes a ConnectionError."""
+    says that the store is away becomes a ConnectionError. dumps: how it travels.
+    """
     if not type(error).__module__.startswith(THEIRS):
         with suppress(Exception):  # whatever its class raises
-            if is_away(pickle.loads(pickle.dumps(error))) == is_away(error):
+            if is_away(pickle.loads(dumps(error))) == is_away(error):
                 return error
     told: Exception = RuntimeError(f"{type(error).__name__}: {error}")
     if isinstance(error, ConfigError):
@@ -34,14 +35,17 @@ def portable(error: Exception) -> Exception:
 
 
 def portably(function: Function) -> Function:
-    """A decorator: what the function raises is `portable`."""
+    """A decorator of what Ray runs: what the function raises is `portable`."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if (told := portable(error)) is error:
+            from ray import cloudpickle
+
+            dumps = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+            if (told := portable(error, dumps)) is error:
                 raise
             raise told from error
 

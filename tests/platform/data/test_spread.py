@@ -1,15 +1,18 @@
 """How items share tasks; that they run where and as often as they should is in test_prepare.py."""
 
 import pickle
+import re
 import threading
 
 import pytest
 from botocore.exceptions import ClientError
 from ray import cloudpickle
+from ray.exceptions import ObjectLostError, RayTaskError
 from s3fs.errors import translate_boto_error
 
 from lt2.config import ConfigError
 from lt2_platform.data.spread import MOST_PER_TASK, TASKS_LEFT, _call, grouped
+from lt2_platform.failures import portably
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 7])
@@ -64,3 +67,17 @@ def test_what_a_task_raised_is_heard_whatever_its_class(make, kind, says):
     raised, found = pickle.loads(row["results"])
     assert (type(raised), str(raised), found) == (kind, says, ["good"])
     assert "in fails_at_bad" in raised.__notes__[-1]
+
+
+@pytest.mark.parametrize(("error", "kind"), [
+    (ObjectLostError("ab" * 28, "owner", "here"), ObjectLostError),
+    (RayTaskError("f", "trace", ValueError("no title")).as_instanceof_cause(), RayTaskError),
+    (TwoPartsError("a.txt", "no title"), RuntimeError),
+])  # fmt: skip
+def test_what_is_raised_in_a_worker_of_ray_is_of_a_kind_that_others_know(error, kind):
+    @portably
+    def work():
+        raise error
+
+    with pytest.raises(kind, match=re.escape(str(error))):
+        work()
