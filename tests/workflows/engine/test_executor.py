@@ -26,11 +26,21 @@ from lt2_workflows.steps import EvaluateStep
 from tests.workflows.conftest import FAKE_STEPS
 
 
-def test_training_that_diverged_is_not_tried_again():
-    class WorkerGroupError(Exception):
-        def __init__(self, failures):
-            self.worker_failures = failures
+class WorkerGroupError(Exception):
+    def __init__(self, failures):
+        super().__init__("Training failed due to worker errors: [Rank 0 Error Snippet]: Traceback (most ...")
+        self.worker_failures = failures
 
+
+def test_of_workers_that_failed_the_errors_are_told_and_no_tracebacks():
+    wrapped = RuntimeError("traceback")
+    wrapped._base_exc = KeyError("mine")  # pyright: ignore[reportAttributeAccessIssue]  as Ray Train has it
+    told = endings.said(WorkerGroupError({0: wrapped, 1: wrapped, 2: OSError("gone")}), endings.FAILED)
+    assert told == "KeyError: 'mine', OSError: gone"
+    assert endings.said(WorkerGroupError({}), endings.FAILED).startswith("WorkerGroupError: Training failed")
+
+
+def test_training_that_diverged_is_not_tried_again():
     diverged = NonFiniteLossError("step 3: loss nan; rolled back 2 of 2 times")
     assert endings.classify(WorkerGroupError({0: diverged})) == endings.BAD_INPUT
     assert endings.classify(WorkerGroupError({0: RuntimeError("other")})) == endings.FAILED

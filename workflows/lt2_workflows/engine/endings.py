@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lt2.config import ConfigError
 from lt2_platform.storage_errors import complaint, is_away
+from lt2_platform.wording import first_of
 
 AT_ONCE = signal.SIGUSR1
 """What the driver sends when it has waited long enough for a step that saves before it stops, or may not wait."""
@@ -36,7 +37,11 @@ def said(failure: BaseException, code: int) -> str:
         # The innermost: Ray's wrapper is a ConfigError too, but its message is a traceback.
         return str([error for error in causes if _is_mistake(error)][-1])
     told = next(filter(None, map(complaint, causes)), None)  # of a store: which one, why, and what to do
-    return str(told or f"{type(failure).__name__}: {failure}")
+    if told is not None:
+        return str(told)
+    # A group of workers says pieces of their tracebacks, which are in the log whole.
+    ranks = [getattr(error, "_base_exc", error) for error in (getattr(failure, "worker_failures", None) or {}).values()]
+    return first_of([*dict.fromkeys(f"{type(error).__name__}: {error}" for error in ranks or [failure])], 2)
 
 
 def classify(failure: BaseException) -> int:
