@@ -86,7 +86,7 @@ def _curves(rows: list[Row], trained: RunInfo | None) -> dict[Depth, Curve]:
 
 def _of_one_evaluation(rows: list[Row]) -> Curve:
     (newest,) = counting(("", row) for row in rows).values()
-    kept = [row for row in rows if all(row.get(key) == newest.get(key) for key in ("step", "data", "length"))]
+    kept = [row for row in rows if row.get("length") == newest.get("length")]  # other lengths have other octaves
     return dict(sorted(counting((row["position"], row) for row in kept).items()))
 
 

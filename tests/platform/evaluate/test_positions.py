@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,14 +139,26 @@ def test_the_standard_error_of_spans_with_different_numbers_of_tokens_is_that_of
     means = [mean_of_spans(*draw())["value"] for _ in range(400)]
     assert mean_of_spans(*draw())["stderr"] == pytest.approx(np.std(means), rel=0.15)
     assert "stderr" not in mean_of_spans(np.array([6.0]), np.array([3]))
+    assert mean_of_spans(np.array([6.0, 12.0]), np.array([3, 3]))["stderr"] == pytest.approx(1.0)
+
+
+def test_data_of_another_tokenizer_is_refused_before_any_of_it_is_read(dataset):
+    other: Any = SimpleNamespace(sha256="0" * 64, vocabulary={}, name="other")
+    with pytest.raises(ConfigError, match="was prepared with tokenizer 'byte', the model was trained with 'other'"):
+        positions_rows(PositionsConfig(), model(), replace(context(dataset), tokenizer=other))
 
 
 def test_a_random_layout_is_measured_by_its_vote(dataset):
     layout = {"type": "random", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "fraction": 0.5, "votes": 3}
     net = model(layout=layout)
-    (row, *_) = positions_rows(PositionsConfig(length=4), net, context(dataset))
     draws = torch.stack([-by_hand(net, dataset, 4, step=step) for step in vote_steps(net.config.layout)])  # type: ignore
-    assert row["value"] == pytest.approx(-(draws.logsumexp(0) - np.log(3)).mean().item(), rel=1e-5)
+    nats = np.log(3) - draws.logsumexp(0)
+    (row, *_) = positions_rows(PositionsConfig(length=4), net, context(dataset))
+    assert row["value"] == pytest.approx(nats.mean().item(), rel=1e-5)
+    batch, learned = dataset.batch, np.tile([0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 0], (4, 1)).astype(bool)  # of 5 and 8
+    masked: Any = SimpleNamespace(**vars(dataset), batch=lambda ids: batch(ids) | {"loss_mask": learned[ids]})
+    (some, *_) = positions_rows(PositionsConfig(length=4), net, context(masked))
+    assert some["value"] == pytest.approx(nats[:, :2].mean().item(), rel=1e-5)
     assert row["votes"] == 3
 
 
