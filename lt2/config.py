@@ -261,9 +261,12 @@ def explain(error: ValidationError, source: str = "config") -> str:
         where = ": ".join([source, ".".join(str(part) for part in item["loc"])] if item["loc"] else [source])
         if item["type"] == "extra_forbidden":
             key = str(item["loc"][-1])
-            siblings = _sibling_keys(error, item["loc"])
-            near = [] if key in siblings else get_close_matches(key, siblings, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "; another type has it" if key in siblings else ""
+            siblings = _siblings(error, item["loc"])
+            owners = sorted({_type_of(cls) for cls in siblings if key in cls.model_fields} - {""})
+            names = {name for cls in siblings for name in cls.model_fields}
+            near = [] if owners else get_close_matches(key, names, n=1)
+            known = f"; types with it: {', '.join(owners)}" if owners else ""
+            hint = f"; did you mean {near[0]!r}?" if near else known
             lines.append(f"{where}: unknown key {key!r}{hint}")
         elif item["type"] in WANTED:
             given, wanted = str(item["input"]), WANTED[item["type"]]
@@ -287,19 +290,25 @@ def mistakes(error: ValidationError) -> list[Any]:
     return [item for item in found if not follows(item)]
 
 
-def _sibling_keys(error: ValidationError, loc: tuple[Any, ...]) -> list[str]:
-    """Valid keys beside an unknown one: follow the path of the error through the field annotations."""
+def _siblings(error: ValidationError, loc: tuple[Any, ...]) -> set[type[Config]]:
+    """Configs that may stand where a key is unknown: follow the path of the error through the field annotations."""
     known = {cls.__name__: cls for cls in _subclasses(Config)}
     here = {known[error.title]} if error.title in known else set(known.values())
     for part in loc[:-1]:
-        tagged = {cls for cls in here if getattr(cls.model_fields.get("type"), "default", None) == part}
+        tagged = {cls for cls in here if _type_of(cls) == part}
         if tagged:
             here = tagged
             continue
         below = " ".join(str(cls.model_fields[part].annotation) for cls in here if part in cls.model_fields)
         named = {cls for name, cls in known.items() if re.search(rf"\b{name}\b", below)}
         here = {sub for cls in named for sub in _subclasses(cls)} or here
-    return sorted({name for cls in here for name in cls.model_fields})
+    return here
+
+
+def _type_of(cls: type[Config]) -> str:
+    """The `type` that names a config; "" if it has none."""
+    name = getattr(cls.model_fields.get("type"), "default", None)
+    return name if isinstance(name, str) else ""
 
 
 def _subclasses(cls: type) -> set[type]:

@@ -118,7 +118,7 @@ def main() -> int:
         with sink:
             result = worker.run(spec, callbacks=[sink])
     except PreemptedError as stop:
-        print(f"{stop}; the same command goes on from there", file=sys.stderr)
+        print(f"{stop}; the same command resumes from there", file=sys.stderr)
         return 143
     except ValidationError as error:
         print(explain(error, arguments.config), file=sys.stderr)

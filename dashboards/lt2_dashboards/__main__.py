@@ -15,11 +15,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lt2 dashboard", description="Serve the results under a storage root.")
     parser.add_argument("--storage", help="folder or s3://bucket/prefix (default: $LT2_STORAGE, else ./lt2-storage)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="0: 8787, or any free port if that is taken")
-    parser.add_argument("--no-auth", action="store_true", help="ask nobody who they are; on loopback only")
+    parser.add_argument("--port", type=int, default=0, help="port (default: 8787, or a free one if it is taken)")
+    parser.add_argument("--no-auth", action="store_true", help="no login; on loopback only")
     parser.add_argument("--token-file", help="where to keep the login token")
-    parser.add_argument("--trusted-proxy", action="append", default=[], metavar="IP", help="proxy that names its users")
-    parser.add_argument("--proxy-header", default="x-forwarded-user", help="header in which it names them")
+    parser.add_argument(
+        "--trusted-proxy", action="append", default=[], metavar="IP", help="proxy that authenticates users"
+    )
+    parser.add_argument("--proxy-header", default="x-forwarded-user", help="header with the user's name")
     given = parser.parse_args(arguments)
     try:
         _say_what_is_missing(Storage(given.storage))

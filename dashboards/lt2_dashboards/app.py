@@ -69,7 +69,7 @@ def create_app(root: str | None, access: Access) -> FastAPI:
         # Pages go on asking, so a storage that comes back shows again by itself.
         log.warning("%s: %s cannot be read: %s", request.url.path, source.storage.root, error)
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        return JSONResponse({"error": f"{source.storage.root} cannot be read just now ({reason})"}, 503)
+        return JSONResponse({"error": f"{source.storage.root} cannot be read at the moment ({reason})"}, 503)
 
     for kind in (OSError, BotoCoreError):
         app.add_exception_handler(kind, away)
@@ -140,7 +140,7 @@ def _add_api(app: FastAPI, source: Source) -> None:
 def _add_figures(app: FastAPI, source: Source) -> None:
     def figure(name: str, request: Request) -> Figure:
         if name not in FIGURES:
-            raise NotThereError(f"no figure {name[:60]!r}; there are {', '.join(FIGURES)}")
+            raise NotThereError(f"no figure {name[:60]!r}; choose from {', '.join(FIGURES)}")
         return draw(FIGURES[name], source, {k: v for k, v in request.query_params.items() if k != "rows"})
 
     @app.get("/api/figures")

@@ -150,7 +150,7 @@ class Guard:
             await send(message)
 
         if scope["method"] not in ("GET", "HEAD"):
-            return await _answer(send_with_headers, 405, "This dashboard only reads: GET and HEAD.")
+            return await _answer(send_with_headers, 405, "This dashboard is read-only: use GET or HEAD.")
         scope = {**scope, "method": "GET"}  # to HEAD the routes would say 405; the server sends no body in answer to it
         if scope["path"] == LOGIN:
             return await self._login(scope, send_with_headers)
@@ -170,7 +170,7 @@ class Guard:
         return await _answer(send, 303, "", headers)
 
     def _how_to_enter(self) -> str:
-        where = f"\n\nA fresh address: http://<host>:<port>{LOGIN}?token=<the content of {self.access.token_file}>"
+        where = f"\n\nA new address: http://<host>:<port>{LOGIN}?token=<the content of {self.access.token_file}>"
         text = "Open the address that `lt2 dashboard` printed. Each address works once, for one browser."
         return text + (where if self.access.mode == "token" and self.access.token_file else "") + "\n"
 

@@ -55,7 +55,7 @@ def static_html(figure: Figure, *, origin: str) -> str:
 
 
 def _missing(figure: Figure) -> list[str]:
-    return [f"Nothing of this store is in this figure yet. It comes from: {figure.produce}"] if figure.produce else []
+    return [f"This store has no data for this figure yet. To produce it: {figure.produce}"] if figure.produce else []
 
 
 def _text(value: Any) -> str:

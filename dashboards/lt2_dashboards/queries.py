@@ -118,7 +118,7 @@ class Source:
         except (FileNotFoundError, NotADirectoryError):
             there = False
         if self._was_there and not there:
-            raise FileNotFoundError("it is gone or empty: unmounted, moved or removed; it is looked for again")
+            raise FileNotFoundError("it is gone or empty: unmounted, moved or removed; trying again")
         self._was_there = there
 
     def snapshot(self) -> Snapshot:

@@ -40,7 +40,7 @@ def is_name(name: Any) -> bool:
 def checked(name: str) -> str:
     """`name` if it can be a folder of ours. Raises ConfigError: nothing else is ever joined to a path."""
     if not is_name(name):
-        raise ConfigError(f"{name[:60]!r} is no name of a workflow or step")
+        raise ConfigError(f"{name[:60]!r} is not the name of a workflow or step")
     return name
 
 
@@ -87,5 +87,5 @@ def _checked(value: dict[str, Any]) -> dict[str, Any]:
         if key in value and not isinstance(value[key], kind):
             raise ValueError(f"{key!r} is a {type(value[key]).__name__}")
     if not all(is_name(step_id) for step_id in value.get("ids", {}).values()):
-        raise ValueError("'ids' has what is no step's name")
+        raise ValueError("'ids' has a value that is not a step's name")
     return value

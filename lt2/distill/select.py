@@ -29,7 +29,7 @@ def best_layers(kl: Sequence[float], count: int) -> tuple[int, ...]:
         raise ConfigError(f"{count} layers are to keep attention, of {len(kl)}; give 0 to {len(kl)}")
     if wrong := [layer for layer, value in enumerate(kl) if math.isnan(value)]:
         raise ConfigError(
-            f"the KL with layers {wrong} alone kept is NaN; look at their runs, or name the layers to keep yourself"
+            f"the KL with layers {wrong} alone kept is NaN; check their runs, or name the layers to keep yourself"
         )
     ranked = sorted(range(len(kl)), key=lambda layer: (kl[layer], layer))
     return tuple(sorted(ranked[:count]))

@@ -76,7 +76,7 @@ def packed_documents(position_ids: Tensor, valid: Tensor | None, held: Cache | N
         return None
     if held is not None:
         raise ConfigError(
-            f"position_ids do not go on from the {held.used} tokens in the cache; give the cache of the text's "
+            f"position_ids do not continue the {held.used} tokens in the cache; give the cache of the text's "
             "beginning, and nothing after it, and pad prompts of generate() on the left"
         )
     starts = position_ids == 0

@@ -33,9 +33,9 @@ def parse(data: bytes, required: Kinds) -> dict[str, Any]:
     try:
         record = json.loads(data)
     except ValueError:
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
     if not isinstance(record, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     for name, kind in required.items():
         if not isinstance(record.get(name), kind):
             raise ValueError(f"its {name!r} is missing or damaged")

@@ -62,7 +62,7 @@ def patiently(ask: Callable[[], Answer], stop: threading.Event | None = None) ->
         except STORAGE_ERRORS as error:
             if stop.is_set() or time.monotonic() + pause - began > PATIENCE_SECONDS:
                 raise
-            log.warning("storage refuses (%s); asking again in %.0f s", reason(error), pause)
+            log.warning("storage refused (%s); retrying in %.0f s", reason(error), pause)
         stop.wait(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -133,7 +133,7 @@ def reason(error: BaseException, root: str = "") -> str:
     if _code(error) == "NoSuchBucket":
         return f"there is no bucket {bucket}"
     if isinstance(error, ParamValidationError):
-        return f"{bucket!r} is no bucket's name"
+        return f"{bucket!r} is not a valid bucket name"
     if _is_full_here(error, root):
         return f"no space is left in {tempfile.gettempdir()}, where uploads are written first"
     if isinstance(error, NotADirectoryError | FileExistsError):
@@ -156,13 +156,13 @@ def _advice(error: BaseException, root: str, choose: str = CHOOSE) -> str:
     if isinstance(error, NoCredentialsError):
         return f"set {_KEYS}"
     if isinstance(error, ProfileNotFound):
-        return "set AWS_PROFILE to one that there is, or unset it"
+        return "set AWS_PROFILE to an existing profile, or unset it"
     if _code(error) == "NoSuchBucket":
         return f"create it, or {choose}"
     if isinstance(error, ParamValidationError):
         return "give s3://bucket/prefix"
     if _code(error) is not None and isinstance(error, PermissionError):
-        return f"check {_KEYS} and what they may do with the bucket, or {choose}"
+        return f"check {_KEYS} and their rights to the bucket, or {choose}"
     if isinstance(error, BotoCoreError):
         return f"check AWS_ENDPOINT_URL and that its server answers, or {choose}"
     return choose

@@ -345,7 +345,7 @@ def test_a_folder_that_vanishes_is_no_empty_store(tmp_path, monkeypatch, left_em
     for address in ("runs", "runs/full-1", "workflows", "figures/seeds", "figures/seeds.csv"):
         refused = client.get(f"/api/{address}")
         assert refused.status_code == 503
-        assert "store cannot be read just now (it is gone or empty" in refused.json()["error"]
+        assert "store cannot be read at the moment (it is gone or empty" in refused.json()["error"]
     assert client.get("/runs").status_code == 200  # the page itself, which says so
     if left_empty:
         root.rmdir()

@@ -233,5 +233,5 @@ def test_names_that_are_no_folders_are_refused(tmp_path, name):
         lambda s, n: read_trials(s, n, 0.0),
         lambda s, n: read_log(s, n, 1),
     ):
-        with pytest.raises(ConfigError, match="no name of a workflow or step"):
+        with pytest.raises(ConfigError, match="not the name of a workflow or step"):
             read(Storage(str(tmp_path)), name)

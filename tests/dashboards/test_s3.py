@@ -77,5 +77,5 @@ def test_a_storage_that_is_away_is_an_error_that_says_so(client, monkeypatch):
         patch.setattr(Storage, "list", refuse)
         answer = client.get("/api/runs")
         assert answer.status_code == 503
-        assert "cannot be read just now (connection refused by s3.example)" in answer.json()["error"]
+        assert "cannot be read at the moment (connection refused by s3.example)" in answer.json()["error"]
     assert client.get("/api/runs").status_code == 200

@@ -101,7 +101,7 @@ def test_a_read_that_s3_refuses_is_asked_again(server, caplog, fault):
     pauses.taken.clear()
     assert patiently(read, pauses) == b"here"
     assert pauses.taken == [1, 2]
-    assert "storage refuses (" in caplog.text
+    assert "storage refused (" in caplog.text
 
 
 def refusing(times, error):

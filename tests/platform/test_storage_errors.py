@@ -29,10 +29,10 @@ def of_disk(number):
         (answered("SlowDown"), "(SlowDown: why); choose another with --storage"),
         (
             ProfileNotFound(profile="x"),
-            "(The config profile (x) could not be found); set AWS_PROFILE to one that there is, or unset it",
+            "(The config profile (x) could not be found); set AWS_PROFILE to an existing profile, or unset it",
         ),
         (NoCredentialsError(), "(Unable to locate credentials); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
-        (ParamValidationError(report="a regex"), "('b' is no bucket's name); give s3://bucket/prefix"),
+        (ParamValidationError(report="a regex"), "('b' is not a valid bucket name); give s3://bucket/prefix"),
         (of_disk(errno.EROFS), "(Read-only file system); choose another with --storage or LT2_STORAGE"),
         (
             of_disk(errno.ENOSPC),

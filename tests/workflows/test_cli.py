@@ -165,7 +165,7 @@ def test_a_folder_that_is_not_there_is_no_empty_store(command, tmp_path):
          "lt2: storage root s3://b/x cannot be read (Could not connect to the endpoint URL"),
         ({}, "s3://bucket/x", "(Unable to locate credentials); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
         ({}, "s3://", "lt2: s3:// names no bucket; give s3://bucket/prefix"),
-        ({}, "s3://no bucket", "('no bucket' is no bucket's name); give s3://bucket/prefix"),
+        ({}, "s3://no bucket", "('no bucket' is not a valid bucket name); give s3://bucket/prefix"),
         ({}, "", "lt2: the storage root is empty; give a folder or s3://bucket/prefix"),
     ],
 )  # fmt: skip
@@ -321,7 +321,8 @@ def test_status_shows_the_newest_workflow_last_and_long_errors_at_the_end(tmp_pa
     lease = {"host": "elsewhere", "pid": 7, "beat": 1, "time": 3000.0, "ttl_s": 30.0, "released": False}
     storage.write_json(f"{attempt}/lease.json", lease)
     assert (
-        "its process ended without a word; the same command goes on" in lt2("status", "--storage", str(tmp_path)).stdout
+        "its process ended without reporting an error; the same command resumes"
+        in lt2("status", "--storage", str(tmp_path)).stdout
     )
 
 

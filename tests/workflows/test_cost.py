@@ -95,7 +95,7 @@ def test_dense_steps_of_dsa_count_where_they_are_still_to_be_made():
 
 
 def test_hours_of_a_run_in_fp32_are_said_to_be_too_few(described):
-    assert "THE PEAK IS THAT OF BF16" in described(train={"precision": "fp32"})
+    assert "THE PEAK IS FOR BF16" in described(train={"precision": "fp32"})
     assert "THE PEAK" not in described()
 
 

@@ -66,7 +66,7 @@ def test_a_cluster_that_is_away_for_a_moment_is_asked_again():
 
 
 def test_a_driver_that_was_killed_is_said_to_be():
-    for job, more in (("w-attempt1", "; `lt2 resume w` goes on from its last checkpoints"), ("other", "")):
+    for job, more in (("w-attempt1", "; `lt2 resume w` resumes from its last checkpoints"), ("other", "")):
         shown = []
         assert submit.follow(Client("FAILED", code=-9), job, shown.append) == 137
         assert shown == ["a line\n", f"lt2: the process of {job} was killed by SIGKILL{more}\n"]
@@ -74,12 +74,16 @@ def test_a_driver_that_was_killed_is_said_to_be():
 
 
 def test_one_that_stays_away_is_one_line(clock):
-    with pytest.raises(ConfigError, match=r"any more \(.*refused\); w-attempt1 may go on: .*`lt2 resume w` on ano"):
+    with pytest.raises(
+        ConfigError, match=r"no longer answers \(.*refused\); w-attempt1 may still be running: .*`lt2 resume w` on ano"
+    ):
         submit.follow(Client(AWAY), "w-attempt1", lambda text: None)
     assert submit.LOST_S < clock.now < submit.LOST_S + 2
-    with pytest.raises(ConfigError, match=r"was told to stop, but after 120 s the cluster does not answer .*refused"):
+    with pytest.raises(
+        ConfigError, match=r"was asked to stop, but after 120 s the cluster no longer answers .*refused"
+    ):
         submit.cancel(Client(AWAY), "w-attempt1")
-    with pytest.raises(ConfigError, match="was told to stop, but after 120 s it is still running"):
+    with pytest.raises(ConfigError, match="was asked to stop, but after 120 s it is still running"):
         submit.cancel(Client("RUNNING"), "w-attempt1")
 
 

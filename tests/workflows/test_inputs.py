@@ -105,7 +105,7 @@ def test_every_missing_input_of_every_step_is_named_at_once(tmp_path):
             f"topk.data, student.data: {no}/data is not a finished dataset (no manifest.json)",
             f"student.topk: {no}/topk holds no finished top-k (no topk.json)",
             f"score.tasks.0.pack: {no}/pack is not an evaluation pack (no manifest.json)",
-            "score.pack: there is no pack to take piqa, mine from",
+            "score.pack: no pack is given for piqa, mine",
         ]
     )
     assert problems(workflow, storage, [workflow.steps["fine"]]) == []  # what is done needs nothing any more
@@ -120,7 +120,7 @@ def test_packs_of_what_is_evaluated_while_training_are_looked_for(tmp_path, trai
     workflow = workflow_from_record(record, source="test")
     found = problems(workflow, Storage(str(tmp_path / "s")), [workflow.steps[trains]])
     field = f"{trains}.resources.evaluation.tasks"
-    assert f"{field}.2.pack: there is no pack to take piqa from; give one (`lt2 pack build`)" in found
+    assert f"{field}.2.pack: no pack is given for piqa; set one (`lt2 pack build`)" in found
     missing = f"{tmp_path}/no is not an evaluation pack (no manifest.json); build it with `lt2 pack build`"
     assert f"{field}.1.pack: {missing}" in found
 
@@ -170,7 +170,7 @@ def test_what_is_there_is_fine(tmp_path):
     assert [line.partition(";")[0] for line in lines] == [
         f"text.tokenizer: tokenizer file {tmp_path}/no.json does not exist",
         f"score.tasks.0.pack: pack {tmp_path}/no/pack has no mine",
-        "score.pack: there is no pack to take piqa, mine from",
+        "score.pack: no pack is given for piqa, mine",
     ]
 
 
@@ -218,8 +218,8 @@ def test_a_submitted_job_is_warned_of_what_is_not_here(tmp_path, capsys):
     jobs._warn_of_inputs(mistaken(tmp_path), str(tmp_path / "s"))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 9
-    assert all(line.startswith("lt2: not found from here, the job needs it: ") for line in lines)
+    assert all(line.startswith("lt2: not found from here, but the job needs it: ") for line in lines)
     (tmp_path / "file").touch()
     jobs._warn_of_inputs(mistaken(tmp_path), str(tmp_path / "file"))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lt2: inputs of steps were not looked for: storage root")
+    assert line.startswith("lt2: the inputs of steps were not checked: storage root")

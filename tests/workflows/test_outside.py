@@ -21,7 +21,7 @@ from lt2_workflows.outside import changes, note
 from lt2_workflows.plan import describe_plan
 from lt2_workflows.provenance import provenance
 
-ADVICE = ". Its result and what was made of it are used as they are; another name of what has changed, or another "
+ADVICE = ". Its result and what was made from it are used as they are; to start afresh, rename what has changed or use "
 
 MIXER = """
 from typing import ClassVar, Literal
@@ -75,7 +75,7 @@ def test_each_thing_that_was_read_and_is_other_now_is_named(place):
     noted = {name: json.loads(json.dumps(note(context_of(place, name)))) for name in ("score", "teacher", "student")}
 
     def told(name):
-        return changes(context_of(place, name), noted[name]).removeprefix("WHAT IT READ HAS CHANGED since: ")
+        return changes(context_of(place, name), noted[name]).removeprefix("ITS INPUT HAS CHANGED since: ")
 
     assert noted["score"].keys() == {f"{place}/run", f"{place}/data", f"{place}/pack"}
     assert [told(name) for name in noted] == [""] * 3
@@ -132,7 +132,7 @@ def test_a_steps_record_notes_what_it_read_and_the_driver_tells_what_changed(pla
     events = Events(context.storage, workflow.id)
     driver = Driver(context.storage, workflow, events, said.append, 3.0, True, {}, {}, stopping=threading.Event())
     executor._finished(driver, context.step, {"attempt": 1, "provenance": provenance(), **made}, ran=False)
-    assert "WHAT IT READ HAS CHANGED since: mine in" in str(describe(said[0]))
+    assert "ITS INPUT HAS CHANGED since: mine in" in str(describe(said[0]))
     done = {"attempt": 1, "ended": 0, "provenance": {}, **made}
     context.storage.write_json(f"{context.step.folder}/done.json", done)
-    assert "  WHAT IT READ HAS CHANGED since: mine in" in describe_plan(workflow, context.storage)
+    assert "  ITS INPUT HAS CHANGED since: mine in" in describe_plan(workflow, context.storage)

@@ -5,6 +5,7 @@ import pytest
 from lt2_workflows.cli import main
 from lt2_workflows.loading import load_workflow, shipped_recipes
 from lt2_workflows.settings import describe_settings
+from lt2_workflows.steps.evaluate import EvaluateStep
 
 
 def settings(recipe: str, *overrides: str, step: str | None = None) -> dict[str, tuple[str, str]]:
@@ -41,6 +42,12 @@ def test_a_sweep_lists_the_settings_of_its_trials():
     assert (found["sweep.retry"][0], found["pretrain.train.steps"][0]) == ("1", "60")
     assert found["pretrain.model.layout.mixer.type"][0] == "gdn"
     assert "sweep.steps" not in found
+
+
+def test_a_steps_first_sentence_is_shown_whole(monkeypatch):
+    monkeypatch.setattr(EvaluateStep, "__doc__", "Tasks on a model,\n    at its depth. More.\n\n    loops: others.")
+    shown = describe_settings(load_workflow("quickstart", []), "evaluate")
+    assert shown.splitlines()[0] == "evaluate (evaluate): Tasks on a model, at its depth"
 
 
 @pytest.mark.parametrize("recipe", sorted(shipped_recipes()))

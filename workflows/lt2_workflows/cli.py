@@ -39,14 +39,14 @@ RecipeArgument = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        help="A shipped recipe (perhaps recipe:argument), file.py:function, or a recorded dag.json / YAML.",
+        help="A shipped recipe (some take recipe:argument), file.py:function, or a recorded dag.json / YAML.",
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a config value, e.g. --set pretrain.train.lr=3e-4."),
 ]
-NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Refuse, instead of waiting, when a step is being run.")]
+NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Fail if another process runs a step; do not wait.")]
 TtlOption = Annotated[
     float, typer.Option(hidden=True, min=1.0, help="Seconds of silence after which a lease is stale.")
 ]
@@ -72,12 +72,12 @@ TWICE_S = 0.5
 @app.command()
 def recipes(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="As for `lt2 run`: lists its settings instead.")
+        str | None, typer.Argument(metavar="RECIPE", help="Show the settings of this recipe, named as for `lt2 run`.")
     ] = None,
-    step: Annotated[str | None, typer.Argument(metavar="STEP", help="Only this step's.")] = None,
+    step: Annotated[str | None, typer.Argument(metavar="STEP", help="Only the settings of this step.")] = None,
     set_: SetOption = None,
 ) -> None:
-    """List the shipped recipes, or every setting of one with its value: what `--set` takes."""
+    """List the shipped recipes, or all settings of one that `--set` can change, with their values."""
     from lt2.config import ConfigError
     from lt2_platform.wording import nearest
     from lt2_workflows.loading import load_workflow, shipped_recipes
@@ -100,9 +100,9 @@ def plan(
     recipe: RecipeArgument,
     set_: SetOption = None,
     storage: StorageOption = None,
-    card: Annotated[str | None, typer.Option(help="Plan training's memory and time on this card, e.g. h100.")] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="So many of them. [default: the recipe's workers]")] = None,
-    utilisation: Annotated[float, typer.Option(min=0.01, max=1.0, help="Assumed share of their bf16 peak.")] = 0.4,
+    card: Annotated[str | None, typer.Option(help="Estimate training memory and time on this card, e.g. h100.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Number of cards. [default: the recipe's workers]")] = None,
+    utilisation: Annotated[float, typer.Option(min=0.01, max=1.0, help="Assumed share of the bf16 peak.")] = 0.4,
 ) -> None:
     """Show the steps of a recipe, which would run, and what they cost. Writes nothing."""
     from lt2_workflows.loading import load_workflow
@@ -122,7 +122,7 @@ def run(
     no_wait: NoWaitOption = False,
     lease_ttl: TtlOption = 30.0,
 ) -> None:
-    """Run a recipe; what is finished is skipped, what was cut off continues."""
+    """Run a recipe; finished steps are skipped, interrupted ones resume."""
     from lt2_workflows.loading import load_workflow
 
     _run(load_workflow(recipe, set_ or []), _storage(storage), None, no_wait, lease_ttl)
@@ -134,19 +134,19 @@ def sweep(
     set_: SetOption = None,
     grid: Annotated[
         list[str] | None,
-        typer.Option("--grid", metavar="KEY=[VALUE, ...]", help="Values of a key of the recipe; several are crossed."),
+        typer.Option("--grid", metavar="KEY=[VALUE, ...]", help="Values for a key; several --grid are combined."),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(metavar="N,N", help="Run every configuration with each seed.")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="N,N", help="Run each configuration with these seeds.")] = None,
     asha: Annotated[
-        int | None, typer.Option(metavar="STEPS", min=1, help="Stop the worse trials early, first after STEPS.")
+        int | None, typer.Option(metavar="STEPS", min=1, help="Stop the worst trials early, from STEPS on.")
     ] = None,
-    concurrent: Annotated[int | None, typer.Option(min=1, help="Trials at a time.")] = None,
+    concurrent: Annotated[int | None, typer.Option(min=1, help="Number of trials to run at a time.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show the trials and what they cost; write nothing.")] = False,
     storage: StorageOption = None,
     no_wait: NoWaitOption = False,
     lease_ttl: TtlOption = 30.0,
 ) -> None:
-    """Run a sweep: every trial a training run and its evaluation, the paper's table beside ours at the end."""
+    """Run a sweep of trainings and their evaluations, and show the results beside the paper's table."""
     from lt2_workflows.plan import describe_plan
 
     workflow = sweeps.sweep_workflow(name, set_ or [], grid or [], seeds, {"asha": asha, "concurrent": concurrent})
@@ -159,13 +159,13 @@ def sweep(
 @app.command()
 def step(
     recipe: RecipeArgument,
-    name: Annotated[str, typer.Argument(metavar="STEP", help="Which step; the steps it needs must be finished.")],
+    name: Annotated[str, typer.Argument(metavar="STEP", help="The step to run; the steps it needs must be finished.")],
     set_: SetOption = None,
     storage: StorageOption = None,
     no_wait: NoWaitOption = False,
     lease_ttl: TtlOption = 30.0,
 ) -> None:
-    """Run one step of a recipe, for Airflow, Argo and the like to drive."""
+    """Run one step of a recipe, for schedulers such as Airflow or Argo."""
     from lt2_workflows.loading import load_workflow
 
     _run(load_workflow(recipe, set_ or []), _storage(storage), name, no_wait, lease_ttl)
@@ -229,7 +229,7 @@ def _run(workflow: Workflow, storage: Storage, only: str | None, no_wait: bool, 
             typer.echo(texts[name])
     if runs:
         typer.echo(
-            f"dashboard: lt2 dashboard --storage {storage.root}, then http://127.0.0.1:8787/runs/{list(runs)[-1]}"
+            f"dashboard: start `lt2 dashboard --storage {storage.root}`, open its address, then /runs/{list(runs)[-1]}"
         )
     raise typer.Exit(_exit_code(outcomes))
 

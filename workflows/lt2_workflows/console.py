@@ -67,10 +67,10 @@ def describe(event: dict[str, Any]) -> str | None:
     if kind == "skipped":
         drift = f"; made with other code or packages: {', '.join(event['drift'])}" if event["drift"] else ""
         stale = f"\n{'':<10} {event['stale']}" if event.get("stale") else ""
-        return f"{step} finished before, skipped{drift}{stale}"
+        return f"{step} already finished, skipped{drift}{stale}"
     if kind == "waiting":
         return (
-            f"{step} is held by {event['holder']}: waiting for it, and taking over if it shows no life "
+            f"{step} is being run by {event['holder']}: waiting, and taking over if that stays silent "
             f"for {event['ttl_s']:.0f} s"
         )
     if kind == "retry":
@@ -81,7 +81,7 @@ def describe(event: dict[str, Any]) -> str | None:
     if kind == "blocked":
         return f"{step} not run: {event['error']}"
     if kind == "stopping":
-        return f"{step} saves a checkpoint and stops, within {event['wait_s']:.0f} s; asked again, it stops at once"
+        return f"{step} saves a checkpoint and stops within {event['wait_s']:.0f} s; interrupt again to stop at once"
     if kind == "interrupted" and event.get("error"):
         return f"{step} interrupted: {event['error']}"
     return f"{step} {kind}"

@@ -92,10 +92,10 @@ def describe_cost(run: Training, hardware: Hardware, known: Known) -> str:
         _by_policy(plans, run, hardware, card),
         "",
         f"time assumes {hardware.utilisation:.0%} of {PEAK_FLOPS[card] / 1e12:.0f} TFLOP/s per card (--utilisation), "
-        f"without interruptions; memory without documents' masks, fusion by the compiler, and fragmentation",
+        f"without interruptions; memory excludes document masks, compiler fusion and fragmentation",
     ]
     if train.precision == "fp32":
-        lines.append("THE PEAK IS THAT OF BF16, and this run computes in fp32 (train.precision): hours are far too few")
+        lines.append("THE PEAK IS FOR BF16, but this run computes in fp32 (train.precision): hours are far too low")
     if chosen.total + OUTSIDE > size:
         lines += ["", _advice(run, count, micro, size, known)]
     return "\n".join(lines)

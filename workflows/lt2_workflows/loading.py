@@ -89,7 +89,7 @@ def workflow_from_record(
             where = f"{_place(source, lines, ('steps', name, *keys))}: {'.'.join((name, *keys))}"
             problems.append(
                 f"{where}: {extension.noun} type {extension.type!r} is of a file of yours; give that file as its "
-                f"source ({sys.modules[type(extension).__module__].__file__}), since other processes read it from there"
+                f"source ({sys.modules[type(extension).__module__].__file__}), since other processes load it from there"
             )
     if problems:
         raise ConfigError("\n".join(problems))
@@ -170,7 +170,7 @@ def _read_record(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]
     try:
         loaded = YAML(typ="rt").load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML 1.2
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8 (byte {error.start}); it is no record of a workflow") from None
+        raise ConfigError(f"{path} is not text in UTF-8 (byte {error.start}), so it is not a workflow record") from None
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"{path}:{line}: {(error.problem or 'duplicate key').splitlines()[0]}; keep one") from None

@@ -16,7 +16,7 @@ from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.inputs import places_of
 
-USED_AS_IT_IS = "are used as they are; another name of what has changed, or another --storage, begins anew"
+USED_AS_IT_IS = "are used as they are; to start afresh, rename what has changed or use another --storage"
 
 
 def note(context: StepContext) -> dict[str, dict[str, str]]:
@@ -48,4 +48,4 @@ def changes(context: StepContext, noted: Mapping[str, Mapping[str, str]]) -> str
     if not told:
         return ""
     more = f" and {len(told) - 1:,} more" if len(told) > 1 else ""
-    return f"WHAT IT READ HAS CHANGED since: {told[0]}{more}. Its result and what was made of it {USED_AS_IT_IS}"
+    return f"ITS INPUT HAS CHANGED since: {told[0]}{more}. Its result and what was made from it {USED_AS_IT_IS}"

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from lt2.config import Config
 from lt2.extension import Extension
+from lt2_workflows.commands.overview import first_sentence
 from lt2_workflows.graph import Workflow
 
 
@@ -19,12 +20,11 @@ def describe_settings(workflow: Workflow, step: str | None = None) -> str:
     for name, config in workflow.configs.items():
         if step not in (None, name):
             continue
-        about = (type(config).__doc__ or "").strip().splitlines() or [""]
         hidden = {f"{name}.type"} | ({f"{name}.steps"} if isinstance(config, SweepStep) else set())
         found = [row for row in _rows(name, config, config.model_dump(mode="json")) if row[0] not in hidden]
         width = max(len(f"{key}={value}") for key, value, _ in found)
         lines = [f"  {f'{key}={value}':<{min(width, 64)}}  {others}".rstrip() for key, value, others in found]
-        blocks.append("\n".join([f"{name} ({config.type}): {about[0]}", *lines]))
+        blocks.append("\n".join([f"{name} ({config.type}): {first_sentence(type(config).__doc__)}", *lines]))
         if isinstance(config, SweepStep):
             blocks.append("Of every trial (--set of `lt2 sweep` takes these; what trials differ in is above):")
             blocks.append(describe_settings(workflow_of(config, "recipe", config.steps)))

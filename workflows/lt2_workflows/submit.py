@@ -52,7 +52,7 @@ def connect(address: str) -> JobSubmissionClient:
             return JobSubmissionClient(address)
     except AuthenticationError:
         raise ConfigError(
-            f"{address} refuses the token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file"
+            f"{address} rejects the token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file"
         ) from None
     except (ConnectionError, RuntimeError) as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -88,7 +88,7 @@ def submit(client: JobSubmissionClient, workflow: Workflow, storage_root: str, p
         number = 1
         for job, status in attempts(client, known):
             if status not in ENDED:
-                raise ConfigError(f"{job} is {status.lower()}; `lt2 logs {job}` follows it, `lt2 cancel {job}` ends it")
+                raise ConfigError(f"{job} is {status.lower()}; `lt2 logs {job}` follows it, `lt2 cancel {job}` stops it")
             number = attempt_number(job) + 1
         # PYTHONSAFEPATH reaches only processes that Ray starts for us; -P is the same for the first one.
         command = [python, "-P", "-m", "lt2_workflows.cli", "run", RECORD, "--storage", storage_root]
@@ -149,7 +149,7 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], Any]) -
             if time.monotonic() - heard > LOST_S:
                 elsewhere = _resuming(job, ", or, if it is gone, ", " on another cluster")
                 raise ConfigError(
-                    f"the cluster does not answer any more ({_reason(error)}); {job} may go on: "
+                    f"the cluster no longer answers ({_reason(error)}); {job} may still be running: "
                     f"`lt2 logs {job}` when it answers{elsewhere}"
                 ) from None
             time.sleep(1.0)
@@ -173,9 +173,9 @@ def cancel(client: JobSubmissionClient, job: str, timeout_s: float = 120.0) -> b
                 return True
             known = "it is still running"
         except NO_ANSWER as error:
-            known = f"the cluster does not answer any more ({_reason(error)})"
+            known = f"the cluster no longer answers ({_reason(error)})"
         if time.monotonic() > deadline:
-            raise ConfigError(f"{job} was told to stop, but after {timeout_s:.0f} s {known}")
+            raise ConfigError(f"{job} was asked to stop, but after {timeout_s:.0f} s {known}")
         time.sleep(0.2)
 
 
@@ -202,7 +202,7 @@ def _exit_code(job: str, info: Any, write: Callable[[str], Any]) -> int:
         write(f"{info.message}\n")
         return 1
     if code < 0:
-        more = _resuming(job, "; ", " goes on from its last checkpoints")
+        more = _resuming(job, "; ", " resumes from its last checkpoints")
         write(f"lt2: the process of {job} was killed by {signal.Signals(-code).name}{more}\n")
         return 128 - code
     return code

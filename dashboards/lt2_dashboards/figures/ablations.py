@@ -35,13 +35,13 @@ def hybrid(
         if (place := _place(run.architecture, by)) in names and (value := value_of(run, quality)) is not None
     ]
     repeated = [each for each in lines(known) if each.is_repeated]
-    notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens. Ours has an axis of its own: compare shapes, not heights."]
+    notes = ["Paper: Table 3, 1.3B, T = 4, 100B tokens. Ours has its own axis: compare shapes, not heights."]
     if by == "ratio":
-        notes.append("The axis has the ratios that were asked for; few layers cannot have every one (attention in).")
+        notes.append("The axis shows the requested ratios; with few layers not all are possible (see attention in).")
     if repeated:
-        notes.append("Squares are means of runs that differ in their seeds only, with one standard deviation.")
+        notes.append("Squares are means over seeds, with one standard deviation.")
     if by == "level":
-        notes.append("Random + vote takes 5 times the compute when evaluated.")
+        notes.append("Random + vote needs 5 times the compute to evaluate.")
     if quality == "perplexity":
         notes += perplexity_notes(snapshot, [run.run for run, *_ in known])
     grey = {"showSymbol": True, "symbolSize": 8, "lineStyle": {"type": "dashed"}}
@@ -138,7 +138,7 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
         data = [{"name": run, "value": [t, rounded(v)]} for run, t, g, v in ours if bool(g) == on]
         series.append(points(f"this store, {name}", data, 0, yAxisIndex=1, z=4, symbol=symbol, symbolSize=13))
     option = _beside_paper({"type": "category", "data": models}, quality, series)
-    notes = ["Paper: Table 4, 1.3B, T = 4, 100B tokens. Ours are runs whose architecture was trained with and without."]
+    notes = ["Paper: Table 4, 1.3B, T = 4, 100B tokens. Ours are architectures trained both with and without the gate."]
     if quality == "perplexity":
         notes += perplexity_notes(snapshot, [run for run, *_ in ours])
     return Figure(

@@ -22,7 +22,7 @@ from lt2_platform.results.tables import unit_of
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
 START_CUT = "The start of training is above the axis."
-SEED_MEANS = "Seeds are drawn as their mean, as far as all of them go; bands are one standard deviation."
+SEED_MEANS = "Seeds are drawn as their mean, up to the last step that all have; bands are one standard deviation."
 Line = tuple[pa.Table, np.ndarray]  # a curve as it is drawn, and where its points stand on the axis
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
 TITLES = {

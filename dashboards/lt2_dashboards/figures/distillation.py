@@ -16,7 +16,7 @@ STUDENTS = 6  # drawn by themselves, newest first
 
 
 def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = None) -> Figure:
-    """Each student's scores as a share of its teacher's, task by task (turned round where lower is better).
+    """Each student's scores as a share of its teacher's, task by task (inverted where lower is better).
 
     By default the newest distilled runs and the teacher that they name; any two evaluated runs can be compared so.
     """
@@ -43,7 +43,7 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     if drawn:
         _mark_teacher(option, shares, errors)
     elif tasks:
-        option["empty"] = "The teacher has 0 on all tasks that its students were asked: nothing can be kept of that."
+        option["empty"] = "The teacher scores 0 on all tasks of its students, so there is nothing to keep."
     elif named or not wanted:
         option["empty"] = "No distilled run has been evaluated on its teacher's tasks yet."
     else:
@@ -60,7 +60,7 @@ def distillation(source: Source, *, teacher: str = "", runs: list[str] | None = 
     ]
     notes = [f"Teacher: {named}."] if before else []
     if drawn and (nothing := [_label(key) for key in tasks if key not in drawn]):
-        notes.append(f"Not drawn, since the teacher has 0 there: {'; '.join(nothing)}.")
+        notes.append(f"Not drawn, because the teacher scores 0: {'; '.join(nothing)}.")
     notes.append(
         "Paper: Figure 10 draws this for the distilled 1.4B model without printing numbers. Chance is not subtracted."
     )

@@ -46,7 +46,7 @@ def layouts(source: Source, *, runs: list[str] | None = None) -> Figure:
             counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
             rows.append([name, origin, loop, len(row), ", ".join(f"{n} {kind}" for kind, n in counts.items())])
         found.append(_panel(name, model, cells, colours))
-    notes = ["1:4 over the paper's 20 layers at 1.3B is every fifth. Weights are one set per layer, whatever the loop."]
+    notes = ["1:4 over the paper's 20 layers at 1.3B is every fifth layer. All loops share a layer's weights."]
     columns = ["model", "source", "loop", "layers", "mixers"]
     option = panels(found, columns=2) | {"tooltip": {"trigger": "item"}}
     return Figure("Mixers by loop and layer", option, columns, lambda: rows, [*notes, *problems])

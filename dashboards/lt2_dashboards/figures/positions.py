@@ -24,7 +24,7 @@ Depth = tuple[int, bool, float | None]  # loops, early exit, its threshold
 def positions(
     source: Source, *, task: str = "positions", depths: bool = False, runs: list[str] | None = None
 ) -> Figure:
-    """Held-out loss by how much of its document a model has read before: whether it uses a long context, and whether
+    """Held-out loss by position in the document: whether a model uses a long context, and whether
     that goes beyond the length of its training.
 
     By default the newest runs that have it, as they were trained; with `depths` at every depth of their evaluations.
@@ -59,13 +59,13 @@ def positions(
         upper.series.append(line(label, data, position, **style, **marks))
         lower.series.append(line(label, _apart(curve, drawn[reference]), position, **style))
     notes = [
-        "A point is the mean over the positions after the point before it, up to its own; every position is of the "
-        "same spans of text, each read from its beginning. The paper has no such figure.",
+        "A point is the mean over the positions since the previous point. All positions come from the same spans of "
+        "text, each read from its beginning. The paper has no such figure.",
         *["Dashed: the length of the rows in training."][: len(beyond)],
         *text_notes([(label, row) for label, curve in drawn.items() for row in list(curve.values())[-1:]]),
     ]
     if others := [series["name"] for series in lower.series if not series["data"]]:
-        notes.append(f"Of other spans than {reference}, so not in the lower chart: {first_of(others)}.")
+        notes.append(f"Evaluated on other spans than {reference}, so not in the lower chart: {first_of(others)}.")
     option = panels([upper, lower] if len(drawn) > 1 else [upper], columns=1)
     option["empty"] = None if drawn else _nothing(source, task)
     columns = ["run", "depth", "first position", "last position", "loss (nats per token)", "standard error", "tokens"]
@@ -110,4 +110,4 @@ def _nothing(source: Source, task: str) -> str:
     """The message of an empty figure: there is nothing of this task, but of these others."""
     others = source.snapshot().query("SELECT DISTINCT task FROM evals WHERE name = 'positions' ORDER BY 1")
     known = f" There are: {', '.join(name for (name,) in others[:20])}." if others else ""
-    return f"No run has losses by position by the task {task!r} yet.{known}"
+    return f"No run has losses by position of the task {task!r} yet.{known}"

@@ -24,7 +24,7 @@ REASONING = {
 }
 SCORES = {**AXES, "reasoning": "average of gsm8k, minerva_math and mmlu (%)"}
 SUITE = {"average": "core", "perplexity": "core", "reasoning": "reasoning"}
-ELSEWHERE = "models of elsewhere"
+ELSEWHERE = "external models"
 Point = tuple[str, str, float, float]  # model, architecture, parameters, quality
 
 
@@ -60,7 +60,7 @@ def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoni
     notes = ["Paper: Table 2 at nominal sizes; averages are recomputed from the eight tasks."]
     notes += contradictions("1.3B")
     if quality == "perplexity":
-        notes.append("Perplexities compare only between models of one tokenizer and one held-out text.")
+        notes.append("Perplexities are comparable only with the same tokenizer and held-out text.")
         notes += perplexity_notes(snapshot, [run for run, *_ in ours])
     if quality == "reasoning":
         notes = [
@@ -185,7 +185,7 @@ def depth(
         lambda: table,
         [
             "The paper trains and evaluates at T = 4 only. Bars are one standard error.",
-            "Only runs evaluated with `loops` or `exit_thresholds` are here; a baseline of one depth joins them by "
+            "Only runs evaluated with `loops` or `exit_thresholds` are shown; to add a baseline of one depth, set "
             "evaluate.loops=[1].",
             *(text_notes([(run, row) for run, row in usable if run in drawn]) if PER_TOKEN.search(metric) else []),
         ],

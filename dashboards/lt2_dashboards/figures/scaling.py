@@ -98,7 +98,7 @@ def scaling(source: Source, *, q: str = "", metric: str = "", x: Literal["flops"
         "series": series,
         "tooltip": {"trigger": "item"},
         "legend": {"show": True},
-        "empty": None if rows else f"No run that matches, has ended and began by itself has the result {metric!r}.",
+        "empty": None if rows else f"No finished run that matches and started from scratch has the result {metric!r}.",
     }
     notes = [*found.notes, *notes, *_said(laws, unit)]
     produce = "" if rows or q else "lt2 sweep examples/equal_flops.py:scaling"
@@ -117,14 +117,14 @@ def _spent(infos: Mapping[str, RunInfo], x: str) -> tuple[dict[str, float], list
         if info.state != "finished":
             left.setdefault("have not ended", []).append(run)
         elif others:
-            left.setdefault("begin with or learn from other models, which spent something too", []).append(run)
+            left.setdefault("start from or learn from other models, whose cost is not counted", []).append(run)
         elif x == "tokens":
             spent[run] = tokens
         elif isinstance(spending := spending_of(info.config, step, tokens), str):
-            left.setdefault(f"spent FLOPs that nothing tells ({spending})", []).append(run)
+            left.setdefault(f"have unknown FLOPs ({spending})", []).append(run)
         else:
             spent[run] = spending.by(step, tokens)
-    return spent, [f"Left out, since they {why}: {first_of(runs)}." for why, runs in left.items()]
+    return spent, [f"Left out, because they {why}: {first_of(runs)}." for why, runs in left.items()]
 
 
 def _points(
@@ -214,8 +214,8 @@ def _said(laws: Mapping[str, Law], unit: str) -> list[str]:
     if not laws:
         return []
     notes = [
-        "Lines are power laws through each layout's best runs, with no loss that remains at any budget: they say "
-        f"nothing beyond what they are drawn over, and are as good as each budget's settings. Exponents of {unit}: "
+        "Lines are power laws through each layout's best runs, without an irreducible loss: they do not extrapolate "
+        f"beyond their range, and are only as good as the settings tried at each budget. Exponents of {unit}: "
         + "; ".join(f"{name} -{law.b:.3g} ± {law.error:.1g}" for name, law in laws.items())
         + "."
     ]
@@ -225,5 +225,5 @@ def _said(laws: Mapping[str, Law], unit: str) -> list[str]:
     for name, law in shared.items():
         needed = shared[best].spends(law.at(here))
         if name != best and needed >= shared[best].first:
-            notes.append(f"{best} has the loss that {name} has at {here:.3g} {unit} with {needed / here:.2f} of them.")
+            notes.append(f"{best} matches the loss of {name} at {here:.3g} {unit} with {needed / here:.2f} of them.")
     return notes

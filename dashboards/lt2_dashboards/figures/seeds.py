@@ -55,12 +55,12 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     notes = [
         *found.notes,
         f"Bars are one standard deviation over seeds. Best is the {better}. p: Welch's t-test of the means, which "
-        "needs two runs of both; among many configurations one is the best by chance.",
+        "needs two runs of each; among many configurations one is the best by chance.",
     ]
     if len(groups) > 1 and len(groups[0]) < 2:
-        notes.append("The best has one run only, so nothing is known of how sure that is: give it another seed.")
+        notes.append("The best has only one run, so its uncertainty is unknown: run it with another seed.")
     if len(groups) > DRAWN:
-        notes.append(f"Drawn are the best {DRAWN} of {len(groups)} configurations.")
+        notes.append(f"Only the best {DRAWN} are drawn of {len(groups)} configurations.")
     return Figure(f"{metric} by configuration", _option(rows[:DRAWN], keys, metric), columns, lambda: rows, notes)
 
 

@@ -68,8 +68,8 @@ def state_recall(source: Source) -> Figure:
         ["architecture", "source", "T", "stage", "n_max", "run"],
         lambda: rows,
         [
-            "Stages 1 to 6 are n = 8 to 256; 0.90 of all asserts right in 100k steps passes one. Paper: Section 3.6; "
-            "its figure prints no numbers, its text names these."
+            "Stages 1 to 6 are n = 8 to 256; a stage is passed with 0.90 of all asserts right within 100k steps. "
+            "Paper: Section 3.6; its figure prints no numbers, its text names these."
         ],
         produce="" if ours else "lt2 sweep state_recall, or lt2 sweep state_recall:paper for its grid",
     )

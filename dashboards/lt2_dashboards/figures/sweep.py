@@ -46,7 +46,7 @@ def _option(runs: list[tuple[str, float]], keys: list[str], settings: Any, metri
     if not runs:
         return {"series": [], "empty": f"No run that matches has the result {metric!r}."}
     if not keys:
-        return {"series": [], "empty": "These runs have the same settings; a sweep needs some that differ."}
+        return {"series": [], "empty": "These runs have the same settings; choose runs that differ."}
     columns = {key: [settings[run].get(key, ("not set", None)) for run, _ in runs] for key in keys}
     axes = [_axis(index, key, columns[key]) for index, key in enumerate(keys)]
     values = [value for _, value in runs]

@@ -70,11 +70,11 @@ def stability(source: Source, *, runs: list[str] | None = None) -> Figure:
         "the paper",
     ]
     notes = [
-        f"Spikes: points of the stored curve whose norm is beyond {SPIKE:g} times the median of the {WINDOW} before. "
+        f"Spikes: points of the stored curve whose norm exceeds {SPIKE:g} times the median of the previous {WINDOW}. "
         "Paper: Section 3.5, figures without printed numbers."
     ]
     if left_out:
-        notes.append(f"Not drawn: {', '.join(kind.title for _, kind in left_out)}; choose by runs.")
+        notes.append(f"Not drawn: {', '.join(kind.title for _, kind in left_out)}; choose them with runs.")
     notes += mixed_losses(run for run, _ in chosen)
     produce = "" if chosen else "python scripts/stability.py --storage ROOT"
     return Figure("Stability by mixer", option, columns, lambda: rows, notes, produce=produce)
@@ -192,7 +192,7 @@ def loop_diagnostics(source: Source, *, runs: list[str] | None = None) -> Figure
         [
             f"Dashed lines: ends of loops. Paper: Figure 5 (no printed numbers) and its text: the RMS grows to about "
             f"{RMS_GROWTH:g} times by the end of loop 4, sink and largest activation intensify each loop; the output "
-            "gate flattens these two and lessens the growth of the RMS."
+            "gate flattens these two and reduces the growth of the RMS."
         ],
         produce="" if found else "lt2 diagnose RUN, or lt2 sweep gate",
     )

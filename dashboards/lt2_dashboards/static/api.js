@@ -30,7 +30,7 @@ export async function get(address, signal) {
   try {
     body = await response.json();
   } catch (error) { // the page was left, or the server stopped, while the answer was read: nothing of it is kept
-    throw error.name === "AbortError" ? error : new ServerError("The server's answer broke off.");
+    throw error.name === "AbortError" ? error : new ServerError("The server's answer was cut off.");
   }
   const etag = response.headers.get("ETag");
   if (etag) {
@@ -80,6 +80,6 @@ export function query(parameters) {
 // What the head of the page says of the connection: nothing, or what is away.
 export function connection(error) {
   const said = document.getElementById("connection");
-  said.textContent = error ? `${error.store ? "the store is away, " : ""}reconnecting…` : "";
+  said.textContent = error ? `${error.store ? "the store is unreachable, " : ""}reconnecting…` : "";
   said.title = error ? error.message : "";
 }

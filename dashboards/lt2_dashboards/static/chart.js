@@ -20,7 +20,7 @@ export function figure(name, options = {}) {
   const table = h("div", { class: "figure-table", hidden: !options.beside, tabindex: "0", role: "region", "aria-label": "Table of the figure" });
   const notes = h("div", { class: "notes" });
   const title = h("a", { class: "figure-title" }, options.title ?? " ");
-  const badge = h("span", { class: "badge", hidden: true, title: "Nothing of this store is in this figure yet" }, "paper only");
+  const badge = h("span", { class: "badge", hidden: true, title: "This store has no data for this figure yet" }, "paper only");
   const csv = h("a", { download: "", title: "Download the table as CSV" }, "CSV");
   const html = h("a", { download: "", title: "Download as one self-contained HTML file" }, "HTML");
   const pictures = ["png", "svg"].map((kind) => h("button", { type: "button", class: "link", title: `Download the chart as ${kind.toUpperCase()}, on white`, onclick: () => save(kind) }, kind.toUpperCase()));
@@ -127,7 +127,7 @@ export function figure(name, options = {}) {
   function clear(text, command) {
     chart?.dispose();
     chart = null;
-    fill(canvas, text ? h("div", { class: "quiet-note" }, h("p", {}, text), command ? h("p", {}, "It comes from ", h("code", {}, command)) : null) : null);
+    fill(canvas, text ? h("div", { class: "quiet-note" }, h("p", {}, text), command ? h("p", {}, "To produce it: ", h("code", {}, command)) : null) : null);
     if (text) element.dataset.ready = String(performance.now());
   }
 
@@ -150,7 +150,7 @@ function alone({ title, option }) {
   return !option.panels && yAxis && !Array.isArray(yAxis) && yAxis.type !== "category" && !yAxis.name ? { ...option, yAxis: { ...yAxis, name: title } } : option;
 }
 
-const produced = (command) => h("div", { class: "produce" }, "Nothing of this store is in this figure yet. It comes from ", h("code", {}, command));
+const produced = (command) => h("div", { class: "produce" }, "This store has no data for this figure yet. To produce it: ", h("code", {}, command));
 
 // A column of nothing but gaps stands as the one before it does: there it is numbers that nobody has yet.
 function isNumeric(rows, index) {

@@ -42,7 +42,7 @@ def finished(storage: Storage, fingerprint: str, tokenizer: Tokenizer) -> dict[s
         manifest = storage.read_json(MANIFEST)
     except ValueError as error:
         raise ConfigError(
-            f"{storage.join(MANIFEST)} is no dataset's ({error}); choose another folder, or delete it"
+            f"{storage.join(MANIFEST)} is not a dataset manifest ({error}); choose another folder, or delete it"
         ) from error
     same = isinstance(manifest, dict) and manifest.get("fingerprint") == fingerprint
     if same and special_ids(manifest["tokenizer"]) == special_ids(tokenizer):

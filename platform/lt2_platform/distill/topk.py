@@ -100,7 +100,7 @@ def store_top_k(
         return record
     bound = storage.create_exclusive("job.json", json.dumps(record).encode())
     if not bound and storage.read_json("job.json") != record:
-        raise ConfigError(f"{out} was begun for another teacher, data or setting; use another folder")
+        raise ConfigError(f"{out} was started for another teacher, data or setting; use another folder")
     parts = list(range(-(-dataset.n_sequences // ROW_GROUP)))
     with some_ray(None):
         for done, _ in enumerate(spread(write_part, parts, job, parallelism, num_gpus=num_gpus), start=1):
@@ -168,7 +168,7 @@ def check_teacher(topk: str, teacher: str) -> None:
     if _finished(topk)["teacher"] != identity(teacher):
         raise ConfigError(
             f"{topk} is the top-k of another teacher than {teacher}, or of another of its checkpoints; store it again, "
-            "or give the teacher that it is of"
+            "or give that teacher"
         )
 
 

@@ -38,7 +38,7 @@ def nodes(storage: Storage) -> Iterator[Finding]:
             try:
                 yield told(name, what or "no CPUs", ray.get(answer, timeout=PATIENCE_SECONDS), storage.root)
             except GetTimeoutError:
-                yield Finding(PART, name, "PROBLEM", f"no answer within {PATIENCE_SECONDS:.0f} s; look at its logs")
+                yield Finding(PART, name, "PROBLEM", f"no answer within {PATIENCE_SECONDS:.0f} s; check its logs")
             except RayError as error:
                 yield Finding(PART, name, "PROBLEM", f"runs no task ({one_line(error)[-300:]})")
     finally:

@@ -40,7 +40,7 @@ def parity(mixer: str, device: torch.device) -> Finding:
     worst = max(rows, key=lambda row: (not row["ok"], row["error"] / row["limit"]))  # a NaN is greater than nothing
     said = f"{worst['case']}, {worst['what']}: {worst['error']:.1e} of fp64's norm, {worst['limit']:.0e} allowed"
     if not worst["ok"]:
-        return Finding(PART, mixer, "PROBLEM", f"differs from fp64 ({said}); its results here are not to be trusted")
+        return Finding(PART, mixer, "PROBLEM", f"differs from fp64 ({said}); do not trust its results here")
     return Finding(PART, mixer, "ok", said)
 
 

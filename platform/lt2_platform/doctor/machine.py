@@ -79,5 +79,5 @@ def card(index: int) -> Finding:
     free, _ = torch.cuda.mem_get_info(index)
     said = f"{found.name}, {free / GIB:.0f} of {found.total_memory / GIB:.0f} GiB free, sm_{found.major}{found.minor}"
     if found.major < 8:
-        return Finding(PART, f"card {index}", "note", f"{said}; it emulates bf16: compare train.precision=fp32")
+        return Finding(PART, f"card {index}", "note", f"{said}; it emulates bf16; try train.precision=fp32")
     return Finding(PART, f"card {index}", "ok", said)

@@ -30,7 +30,7 @@ def packages(required: Sequence[str] | None) -> Finding:
     names = (*NAMED, *ON_CUDA) if torch.cuda.is_available() else NAMED
     listed = ", ".join(f"{name} {version}" for name in names if (version := version_of(name)))
     if required is None:
-        return Finding(PART, "packages", "note", f"{listed}; LT2 is not installed, so nothing to compare with")
+        return Finding(PART, "packages", "note", f"{listed}; LT2 is not installed, so versions are not compared")
     off = [said for text in required if (said := _unmet(Requirement(text)))]
     if off:
         said = f"{', '.join(off)}; pip install -c constraints.txt . (on CUDA: pip install '.[fla]')"
@@ -59,7 +59,7 @@ def torch_and_card(available: bool, built_for: str | None, there: bool) -> Findi
         said = f"an NVIDIA card is here, and torch {torch.__version__} is built for CPUs; install torch's CUDA build"
     else:
         said = (
-            f"an NVIDIA card is here, and torch {torch.__version__} cannot use it; look whether its driver serves "
+            f"an NVIDIA card is here, and torch {torch.__version__} cannot use it; check that its driver supports "
             f"CUDA {built_for} (nvidia-smi) and CUDA_VISIBLE_DEVICES shows it"
         )
     return Finding(PART, "cuda", "PROBLEM", said)

@@ -66,8 +66,8 @@ def one_winner(storage: Storage, folder: str) -> Finding:
         won = [number for number, made in enumerate(pool.map(create, range(CREATORS))) if made]
     if len(won) != 1 or storage.read_bytes(path) != str(won[0]).encode() or create(CREATORS):
         said = (
-            f"{storage.root}: {len(won)} of {CREATORS} writers were told that they had created one file; leases need a "
-            f"store with conditional writes (S3's If-None-Match) or hard links; {CHOOSE}"
+            f"{storage.root}: {len(won)} of {CREATORS} writers created one file, or it was overwritten; leases need "
+            f"a store with conditional writes (S3's If-None-Match) or hard links; {CHOOSE}"
         )
         return Finding(PART, "exclusive creation", "PROBLEM", said)
     return Finding(PART, "exclusive creation", "ok", f"one of {CREATORS} writers wins")

@@ -133,7 +133,7 @@ def evaluate_anything(
         context = TaskContext(source.place, source.load_tokenizer(), None, out, progress, actors)
         return _evaluated(source.load_looped(), 0, tasks, context, loops, exit_thresholds)
     if loops or exit_thresholds:
-        raise ConfigError(f"{place} is not a looped model of ours; it has no other depths than its own")
+        raise ConfigError(f"{place} is not an LT2 model; leave loops and exit thresholds out")
     rows, size = [], 0
     for name, task in named(tasks):
         source = replace(source, max_length=task.max_length)

@@ -31,7 +31,7 @@ def diagnostics_rows(config: DiagnosticsConfig, model: LoopedLM, context: TaskCo
     spans = list(beginnings(context.dataset, bos_id=bos, count=config.documents, length=config.length))
     if not spans:
         raise ConfigError(
-            f"no held-out document of {context.dataset.uri} begins with {SHORTEST} tokens of its row; prepare with a "
+            f"no held-out document of {context.dataset.uri} has its first {SHORTEST} tokens in one row; prepare with a "
             "larger validation_fraction"
         )
     device = model.embed.weight.device

@@ -9,6 +9,8 @@ from lt2_platform.evaluate.repeats import counting, is_reading
 from lt2_platform.results.index import Index
 from lt2_platform.results.tables import as_number, flatten, unit_of
 
+PLACE = ("step", "position")  # where a training's summary says that it ended in its data: the rows' step says as much
+
 
 def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
     """(run, {step, metric, value, unit, counts, maybe n, data}), see ResultsStore.results."""
@@ -16,7 +18,7 @@ def result_rows(index: Index) -> Iterator[tuple[str, dict[str, Any]]]:
         for metric, (step, value) in sorted(run.last.items()):
             yield run_id, _row(step, metric, value, unit_of(metric, run.config))
         for metric, value in sorted(flatten(run.summary or {}).items()):
-            if as_number(value) is not None and metric not in run.last:
+            if as_number(value) is not None and metric not in (*run.last, *PLACE):
                 yield run_id, _row(run.step, f"summary.{metric}", value, "")
     evaluations = [
         (run_id, result_name(name, row), row)

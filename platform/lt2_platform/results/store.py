@@ -86,7 +86,7 @@ class ResultsStore:
             return parse(self.storage.read_bytes(path), {"config": dict, "created": NUMBER})
         except ValueError as error:
             raise ConfigError(
-                f"{self.storage.join(path)} is not readable ({error}); delete it, and it is written anew"
+                f"{self.storage.join(path)} is not readable ({error}); delete it, and it is rewritten"
             ) from error
 
     def _last_values(self, run_id: str) -> dict[str, tuple[int, float]]:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 PROGRESS = "progress.json"
 PROGRESS_SECONDS = 0.5
 REFUSED_SECONDS = 60.0
+SETTLING_STEPS = 3  # the first steps of a process compile and load, so their time says nothing about the others
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Logger:
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         self.writer.log(state.step, metrics | {"tokens": state.tokens})
-        values = _progress(state, metrics, self.config) | {"began": self.began}
+        values = _progress(state, metrics, self.config, self.began)
         busy = self.writing is not None and not self.writing.done()
         if state.step == self.config.steps:
             if self.writing is not None:
@@ -93,18 +94,20 @@ class Logger:
         try:
             self.out.write_bytes(PROGRESS, json.dumps(values).encode())
         except STORAGE_ERRORS as error:
-            log.warning("progress not written (%s); training goes on", error)
+            log.warning("progress not written (%s); training continues", error)
             pause = REFUSED_SECONDS  # a line each half second says no more
         self.written = time.monotonic() + pause
 
 
-def _progress(state: TrainState, metrics: dict[str, float], config: TrainConfig) -> dict[str, Any]:
+def _progress(state: TrainState, metrics: dict[str, float], config: TrainConfig, began: int) -> dict[str, Any]:
     left = config.steps - state.step
+    settled = state.step - began > max(SETTLING_STEPS, config.log_every)  # metrics are means since the last logged step
     return {
         "step": state.step,
         "steps": config.steps,
         "loss": metrics["loss"],
         "tokens_per_s": metrics["tokens_per_s"],
-        "eta_s": left * metrics["step_time"],
+        "eta_s": left * metrics["step_time"] if settled or not left else None,
         "time": time.time(),
+        "began": began,
     }

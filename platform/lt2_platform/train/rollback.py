@@ -67,7 +67,7 @@ class Rollbacks:
         }
         records = [*self._read(), record]
         log.error(
-            "%s. ROLLBACK %d of %d: going back to %s; the sequences from position %d on are skipped this time",
+            "%s. ROLLBACK %d of %d: going back to %s; the sequences from position %d are skipped this time",
             error, len(records), self.limit, record["to"] or "the start", error.position,
         )  # fmt: skip
         Storage(self.out).write_json(ROLLBACKS, records)

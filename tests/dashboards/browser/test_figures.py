@@ -193,7 +193,7 @@ def test_the_gallery_draws_what_is_in_sight_and_says_what_is_missing(page, site)
     page.get_by_text("lt2 diagnose RUN").wait_for()
     page.get_by_role("link", name="State recall", exact=True).click()
     page.wait_for_url("**/figures/state_recall")
-    page.get_by_text("Nothing of this store is in this figure yet").wait_for()
+    page.get_by_text("This store has no data for this figure yet").wait_for()
     drawn(page)
     assert option(page)["series"][0]["type"] == "heatmap"
 

@@ -43,7 +43,7 @@ def test_an_answer_that_broke_off_is_not_kept(page, site):
         const { body, changed } = await get("/api/runs?broken");
         return [...answers, changed, "error" in body];
     }""")
-    assert seen == ["AbortError", "The server's answer broke off.", True, False]
+    assert seen == ["AbortError", "The server's answer was cut off.", True, False]
 
 
 def test_a_narrow_window_scrolls_down_only(page, site):
@@ -115,14 +115,14 @@ def test_a_page_recovers_when_the_storage_comes_back(page, site):
         if status is None:
             route.continue_()
         else:
-            route.fulfill(status=status, json={"error": "s3://x cannot be read just now (refused)"})
+            route.fulfill(status=status, json={"error": "s3://x cannot be read at the moment (refused)"})
 
     page.route("**/api/runs/hybrid-2", once)
     page.goto(f"{site.address}/runs/hybrid-2")
-    page.get_by_text("s3://x cannot be read just now (refused)").wait_for()
+    page.get_by_text("s3://x cannot be read at the moment (refused)").wait_for()
     drawn(page, 5)
     assert page.locator("figure").first.is_visible()
-    assert page.get_by_text("cannot be read just now").count() == 0
+    assert page.get_by_text("cannot be read at the moment").count() == 0
     page.goto(f"{site.address}/figures/curves?runs=full-1")
     drawn(page)
     page.route("**/api/figures/curves?*", lambda route: route.fulfill(status=503, json={"error": "away"}))

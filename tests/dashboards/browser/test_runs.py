@@ -275,7 +275,7 @@ def test_a_run_that_was_cut_off_says_why_and_what_to_do(page, site):
     told = page.locator("main").inner_text()
     assert "asked to stop" in told
     assert "stopped for <b>node-7</b> ada, " in told
-    assert "Run the same command again: it goes on from the last checkpoint." in told
+    assert "Run the same command again: it resumes from the last checkpoint." in told
     assert "step 4: loss nan; went back to the start" in told
     assert page.locator(".page-head .status").inner_text() == "interrupted"
     assert "remaining" not in told

@@ -111,8 +111,8 @@ def test_what_does_not_count_is_told(store):
     open_run.log(1, {"loss": 2.5})
     open_run.flush()
     notes = figure(store).notes
-    assert notes[0] == "Left out, since their value is NaN or infinite: r2, r1."
-    assert "Of 1 run that did not end, it is the last value logged." in notes
+    assert notes[0] == "Left out, because their value is NaN or infinite: r2, r1."
+    assert "1 run did not finish; the last logged value is shown." in notes
 
 
 def test_runs_on_other_data_are_no_repeats_and_their_scale_is_told(store):
@@ -137,7 +137,7 @@ def test_what_sweeps_recorded_of_the_cost_stands_beside_the_result(store):
 
 
 def test_a_best_configuration_of_one_run_is_told(store):
-    alone = "The best has one run only, so nothing is known of how sure that is: give it another seed."
+    alone = "The best has only one run, so its uncertainty is unknown: run it with another seed."
     add(store, "a", loss=2.0, data="y")
     assert alone not in figure(store).notes  # there is nothing to compare it with
     for seed in (0, 1):
@@ -162,7 +162,7 @@ def test_curves_of_different_objectives_say_so_and_have_no_unit_that_does_not_ho
     in_nats = "Training loss (nats per token)"
     assert titles == {"plain": in_nats, "distilled": in_nats, "aligned": "Training loss", "own": "Training loss"}
     both = figure(store, "curves", runs="plain,distilled")
-    assert "Losses of different objectives (distill, next_token) are not one quantity." in both.notes
+    assert "Losses of different objectives (distill, next_token) are not comparable." in both.notes
     units = {row["run"]: row["unit"] for row in store.results() if row["metric"] == "loss"}
     assert units == {"plain": "nats/token", "distilled": "nats/token", "aligned": "", "own": ""}
 
@@ -172,8 +172,8 @@ def test_losses_with_and_without_what_mixers_add_are_told_apart(store):
     assert not [note for note in figure(store).notes if "cross entropy" in note]
     add(store, "dsa", loss=3.7, ce=2.9)
     for found in (figure(store), figure(store, "curves", metric="loss", runs="gdn,dsa")):
-        assert [note for note in found.notes if note.startswith("The loss of dsa holds more than cross entropy")]
-    assert not [note for note in figure(store, metric="ce").notes if "holds more" in note]
+        assert [note for note in found.notes if note.startswith("The loss of dsa is more than cross entropy")]
+    assert not [note for note in figure(store, metric="ce").notes if "is more than cross entropy" in note]
 
 
 def test_a_configurations_label_has_no_more_settings_than_tell_it_apart(store):
@@ -226,9 +226,8 @@ def test_perplexities_of_one_name_on_other_text_are_told(store, name, query):
     assert told() == []
     store.log_eval("b", "validation", evaluated_on("other", 95, 30.0, parameters=7))
     assert told() == [
-        "Evaluated on several texts under one name: b. Of those one counts, at each depth; `lt2 results RUN` has them "
-        "all.",
-        "These are of different held-out texts (data other, own), so they have different scales.",
+        "Evaluated on several texts under one name: b. One of them counts at each depth; `lt2 results RUN` lists all.",
+        "Measured on different held-out texts (data other, own), so not comparable.",
     ]
 
 

@@ -63,7 +63,7 @@ def test_curves_by_tokens_and_by_flops(tmp_path):
     assert by_tokens.option["xAxis"]["name"] == "tokens"
     last = [line[-1][0] for line in lines(by_tokens).values()]
     assert last == [768_000, 768_000, 10]
-    assert by_tokens.notes == ["silent is not on this axis: it has logged no tokens."]
+    assert by_tokens.notes == ["silent is not on this axis: it logged no tokens."]
     steps = curves(source, runs=["once"], points=100)
     assert [at / 256 for at, _ in lines(by_tokens)["once"]] == [step for step, _ in lines(steps)["once"]]
     by_flops = curves(source, runs=runs, x="flops")

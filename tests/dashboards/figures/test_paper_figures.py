@@ -202,14 +202,14 @@ def test_state_recall_by_architecture_and_loops(source):
 def test_quality_by_parameters_on_reasoning_with_models_of_elsewhere(source):
     found = figure(source, "pareto", quality="reasoning")
     assert sorted(found.rows) == [
-        ["eval-Large-4B-12345678", "this store", "models of elsewhere", 4e9, pytest.approx(50.0)],
-        ["eval-Smol-1B-12345678", "this store", "models of elsewhere", 1e9, pytest.approx(20.0)],
+        ["eval-Large-4B-12345678", "this store", "external models", 4e9, pytest.approx(50.0)],
+        ["eval-Smol-1B-12345678", "this store", "external models", 1e9, pytest.approx(20.0)],
         ["hybrid-a", "this store", "Looped Hybrid (Full+GDN)", 1000.0, pytest.approx(40.0)],
     ]
     (line,) = series(found, "this store, frontier")
     assert line["data"][:2] == [[1000.0, 40.0], [4e9, 50.0]]
     empty = figure(source, "pareto", quality="average")
-    assert "models of elsewhere" not in {row[2] for row in empty.rows}
+    assert "external models" not in {row[2] for row in empty.rows}
 
 
 def test_layouts_show_every_loop_and_layer(source):
@@ -263,7 +263,7 @@ def test_a_quick_look_at_needles_is_told_where_it_is_drawn(tmp_path):
     add(store, "whole", uniform("full"), at=2.0, validation=[row | {"n": 500, "limit": None} for row in needles])
     for name in ("long_context", "ruler"):
         notes = figure(Source(str(tmp_path)), name).notes
-        assert [note for note in notes if note.startswith("Quick looks") and note.endswith("all: quick (4).")], name
+        assert [note for note in notes if note.startswith("Quick looks") and note.endswith("task: quick (4).")], name
 
 
 def test_students_are_measured_by_their_teacher(source):
@@ -314,7 +314,7 @@ def test_students_of_one_step_are_told_apart_and_what_cannot_be_kept_is_not_draw
         "alone-aa",
     }
     assert found.option["yAxis"][0]["data"] == ["piqa, acc"]
-    assert "Not drawn, since the teacher has 0 there: needles, contains." in found.notes
+    assert "Not drawn, because the teacher scores 0: needles, contains." in found.notes
     assert {row[0] for row in found.rows if row[2] == "needles"} == set(begun)
     store.log_eval("teacher-aa", "validation", [acc | {"value": 0.0}])
     empty = figure(Source(str(tmp_path)), "distillation")

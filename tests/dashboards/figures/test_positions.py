@@ -96,7 +96,7 @@ def test_lines_of_other_spans_have_no_distance(store):
         add(store, run, *curve(3.5, 2.5, **other))
     found = drawn(store, runs="a,text,longer,fewer")
     assert [len(series(found, run)[1]["data"]) for run in ("a", "text", "longer", "fewer")] == [2, 0, 0, 0]
-    assert "Of other spans than a, so not in the lower chart: text, longer, fewer." in found.notes
+    assert "Evaluated on other spans than a, so not in the lower chart: text, longer, fewer." in found.notes
     assert any("different held-out texts (data abc, xyz)" in note for note in found.notes)
     alike = drawn(store, runs="a")
     assert not any("other spans" in note or "several texts" in note for note in alike.notes)
@@ -110,7 +110,7 @@ def test_the_newest_runs_are_drawn_and_other_tasks_are_named(store):
     assert {row[0] for row in drawn(store, task="positions-64").rows} == {"other"}
     nothing = drawn(store, task="mine")
     assert nothing.option["empty"] == (
-        "No run has losses by position by the task 'mine' yet. There are: positions, positions-64."
+        "No run has losses by position of the task 'mine' yet. There are: positions, positions-64."
     )
     assert nothing.produce.startswith("lt2 positions RUN")
 

@@ -117,7 +117,7 @@ def test_what_the_best_layout_saves_is_said_where_both_were_measured(store):
             spent = 4.0**number * 1e9
             tokens = factor * spent / flops(layout, dim=64, tokens=1.0)
             add(store, f"{layout['mixer']['type']}{number}", layout, 9.0 * spent**-0.1, tokens=tokens)
-    said = "GDN, 4 loops has the loss that Transformer, 4 loops has at 8e+09 training FLOPs with 0.50 of them."
+    said = "GDN, 4 loops matches the loss of Transformer, 4 loops at 8e+09 training FLOPs with 0.50 of them."
     assert drawn(store).notes[-1] == said
     assert not any("of them." in note for note in drawn(store, q="layout.mixer.type=gdn").notes)
 
@@ -130,8 +130,8 @@ def test_runs_that_are_not_over_or_did_not_begin_by_themselves_are_left_out_and_
     found = drawn(store)
     assert [row[6] for row in found.rows] == ["whole", "trunk"]
     assert sorted(note for note in found.notes if note.startswith("Left out")) == [
-        "Left out, since they begin with or learn from other models, which spent something too: student.",
-        "Left out, since they have not ended: cut.",
+        "Left out, because they have not ended: cut.",
+        "Left out, because they start from or learn from other models, whose cost is not counted: student.",
     ]
 
 
@@ -148,5 +148,5 @@ def test_no_law_through_two_budgets_nor_through_accuracies(store):
 def test_a_store_without_such_runs_says_how_to_get_some(store):
     found = drawn(store)
     assert found.produce == "lt2 sweep examples/equal_flops.py:scaling"
-    assert found.option["empty"].startswith("No run that matches, has ended and began by itself has the result")
+    assert found.option["empty"].startswith("No finished run that matches and started from scratch has the result")
     assert json.dumps(found.option)

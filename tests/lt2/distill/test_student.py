@@ -170,5 +170,5 @@ def test_the_layers_of_each_selection():
     assert best_layers([0.4, 0.1, 0.3, 0.1], 1) == (1,)
     with pytest.raises(ConfigError, match="5 layers are to keep attention, of 4"):
         best_layers([0.0] * 4, 5)
-    with pytest.raises(ConfigError, match=r"the KL with layers \[0, 2\] alone kept is NaN; look at their runs"):
+    with pytest.raises(ConfigError, match=r"the KL with layers \[0, 2\] alone kept is NaN; check their runs"):
         best_layers([float("nan"), 0.5, float("nan")], 1)

@@ -94,7 +94,7 @@ def test_a_cache_that_is_ahead_of_the_text_and_prompts_padded_on_the_right_are_r
     net = LT2ForCausalLM.of(model())
     x, options = tokens(1, 6), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 7}
     cache = net.generate(x, return_dict_in_generate=True, **options).cache
-    with pytest.raises(ConfigError, match="do not go on from the 8 tokens in the cache"):
+    with pytest.raises(ConfigError, match="do not continue the 8 tokens in the cache"):
         net.generate(x, cache=cache, **options)
     ids, mask = left_padded()
     with pytest.raises(ConfigError, match=r"pad prompts of generate\(\) on the left"):

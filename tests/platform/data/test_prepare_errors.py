@@ -185,7 +185,9 @@ def test_what_is_not_ours_is_refused_and_stays(folder, no_ray, name):
 def test_another_manifest_is_no_datasets(folder, no_ray, content):
     (folder / "out").mkdir()
     (folder / "out/manifest.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"/out(/manifest\.json is no dataset's| holds a dataset of other)[^\n]+$"):
+    with pytest.raises(
+        ConfigError, match=r"/out(/manifest\.json is not a dataset manifest| holds a dataset of other)[^\n]+$"
+    ):
         prepare(PrepareConfig(source=f"{folder}/good.txt", seq_len=7), str(folder / "out"))
     assert [(path.name, path.read_text()) for path in (folder / "out").iterdir()] == [("manifest.json", content)]
 

@@ -74,7 +74,7 @@ def test_what_was_begun_goes_on_and_is_of_one_teacher_and_setting(store, tmp_pat
         stored()
     other = save(tmp_path / "other", model(vocab_size=VOCAB, seed=1, **HALTS), tokenizer=TOKENIZER)
     for options in ({"k": 5}, {"final_only": True}, {"document_mask": True}, {"teacher": other}):
-        with pytest.raises(ConfigError, match="was begun for another teacher, data or setting; use another folder"):
+        with pytest.raises(ConfigError, match="was started for another teacher, data or setting; use another folder"):
             stored(**options)
     first = Storage(out).fs.modified(f"{out}/part-000000.parquet")
     monkeypatch.setattr(topk, "write_part", write)

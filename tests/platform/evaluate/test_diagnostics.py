@@ -107,5 +107,5 @@ def test_what_cannot_be_read_is_named(dataset, monkeypatch):
     with pytest.raises(ConfigError, match="give the evaluation its data"):
         diagnostics_rows(DiagnosticsConfig(), model(), context(None))
     monkeypatch.setattr(diagnostics, "SHORTEST", 16)
-    with pytest.raises(ConfigError, match=r"no held-out document of .* begins with 16 tokens"):
+    with pytest.raises(ConfigError, match=r"no held-out document of .* has its first 16 tokens"):
         diagnostics_rows(DiagnosticsConfig(), model(), context(dataset))

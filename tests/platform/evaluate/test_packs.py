@@ -53,15 +53,15 @@ def test_a_missing_task_is_named_with_the_command_that_adds_it(tmp_path):
     pack = str(tmp_path / "pack")
     packs.build(pack, write(tmp_path, arc_easy=arc()))
     with pytest.raises(
-        ConfigError, match=rf"has no piqa, race; build with `lt2 pack build {pack} piqa=PATH race=PATH`"
+        ConfigError, match=rf"has no piqa, race; add them with `lt2 pack build {pack} piqa=PATH race=PATH`"
     ):
         packs.require(pack, ["piqa", "arc_easy", "race"])
     made = f"`lt2 pack ruler {pack} --tokenizer TOKENIZER --tasks niah_single_1,ruler_vt --lengths 1024,4096`, or"
-    with pytest.raises(ConfigError, match=f"build with {made}"):
+    with pytest.raises(ConfigError, match=f"add them with {made}"):
         packs.require(pack, ["niah_single_1_1024", "ruler_vt_4096"])
     with pytest.raises(ConfigError, match="TOKENIZER --essays FOLDER --tasks niah_single_2 --lengths 1024`"):
         packs.require(pack, ["niah_single_2_1024"])
-    with pytest.raises(ConfigError, match="build with `lt2 pack build .* piqa=PATH` and `lt2 pack ruler "):
+    with pytest.raises(ConfigError, match="add them with `lt2 pack build .* piqa=PATH` and `lt2 pack ruler "):
         packs.require(pack, ["piqa", "niah_single_1_1024"])
     with pytest.raises(ConfigError, match="not an evaluation pack"):
         packs.read_manifest(str(tmp_path / "elsewhere"))
@@ -89,7 +89,7 @@ def test_damage_is_found(tmp_path, change):
     [
         ('{"question": 1}\n{broken\n', r":2 is not JSON"),
         ("", "no rows"),
-        ("[1, 2]\n", r":1 is no row; a row is an object"),
+        ("[1, 2]\n", r":1 is not a row; a row is an object"),
         ('{"question": ["a"]}\n{"question": "b"}\n', "cannot be read .*cannot mix list and non-list"),
     ],
     ids=["broken", "empty", "list", "mixed"],
@@ -105,7 +105,7 @@ def test_bad_sources(tmp_path, content, message):
 @pytest.mark.parametrize("name", ["mine.parquet", "mine.jsonl"])
 def test_a_file_of_other_bytes_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"\xff\xfe no text")
-    with pytest.raises(ConfigError, match=rf"mine: .*{name} cannot be read \(.*\); give a whole file"):
+    with pytest.raises(ConfigError, match=rf"mine: .*{name} cannot be read \(.*\); give a complete file"):
         packs.build(str(tmp_path / "pack"), {"mine": str(tmp_path / name)})
 
 
@@ -151,7 +151,7 @@ def test_ones_own_items_need_no_definition_but_their_columns(tmp_path):
         packs.build(str(tmp_path / "pack"), {"mine": str(tmp_path / "odd.jsonl")})
     with pytest.raises(ConfigError, match="does not exist"):
         packs.build(str(tmp_path / "pack"), {"mine": str(tmp_path / "nowhere")})
-    with pytest.raises(ConfigError, match="no data of a known task; they are looked for in ai2_arc/ARC-Easy"):
+    with pytest.raises(ConfigError, match="no data of a known task; it is expected in ai2_arc/ARC-Easy"):
         packs.discover(str(tmp_path / "pack"))
     (tmp_path / "hub" / "piqa").mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"no data of a known task; {tmp_path}/hub has: give that"):
@@ -175,17 +175,17 @@ def race(answer="A"):
 
 BAD_ROWS = {
     "mine": (choices(), {"query": "C", "choices": ["c", ""], "gold": 0}, "a choice of ['c', ''] is empty"),
-    "other": (choices(), {"query": "C", "choices": ["c", "d"], "gold": 2}, "the answer 2 is none of the 2 choices"),
-    "third": (choices(), {"query": "C", "choices": ["c", "d"], "gold": -1}, "the answer -1 is none of the 2 choices"),
-    "none": (choices(), {"query": "C", "choices": [], "gold": 0}, "there is no choice"),
-    "null": (choices(), {"query": "C", "choices": None, "gold": None}, "there is no choice"),
-    "arc_easy": (arc(), arc(1)[0] | {"answerKey": "E"}, "the answer 'E' is none of the 3 choices"),
+    "other": (choices(), {"query": "C", "choices": ["c", "d"], "gold": 2}, "the answer 2 is not among the 2 choices"),
+    "third": (choices(), {"query": "C", "choices": ["c", "d"], "gold": -1}, "the answer -1 is not among the 2 choices"),
+    "none": (choices(), {"query": "C", "choices": [], "gold": 0}, "no choices"),
+    "null": (choices(), {"query": "C", "choices": None, "gold": None}, "no choices"),
+    "arc_easy": (arc(), arc(1)[0] | {"answerKey": "E"}, "the answer 'E' is not among the 3 choices"),
     "cloze": (cloze(), cloze()[0] | {"answers": ["c", ""]}, "an answer of answers ['c', ''] is empty"),
-    "letters": (cloze(), cloze()[0] | {"answers": []}, "answers [] is no list of answers"),
+    "letters": (cloze(), cloze()[0] | {"answers": []}, "answers [] is not a list of answers"),
     "swde": ([{"text": "t", "value": "v"}], {"text": "t", "value": " "}, "an answer of value ' ' is empty"),
-    "piqa": (piqa(), piqa(1)[0] | {"label": 2}, "the answer 2 is none of the 2 choices"),
+    "piqa": (piqa(), piqa(1)[0] | {"label": 2}, "the answer 2 is not among the 2 choices"),
     "copa": (copa(), copa(1)[0] | {"choice2": ""}, "a choice of ['It was stone.', ''] is empty"),
-    "race": (race(), race("")[0], "the answer '' is none of the 4 choices"),
+    "race": (race(), race("")[0], "the answer '' is not among the 4 choices"),
 }
 
 
@@ -193,7 +193,7 @@ BAD_ROWS = {
 def test_an_answer_that_is_no_choice_is_found_when_the_pack_is_made_and_when_it_is_read(tmp_path, task, monkeypatch):
     rows, bad, reason = BAD_ROWS[task]
     sources = write(tmp_path / "data", fine=choices(), **{task: [*rows, bad]})
-    pack, said = str(tmp_path / "pack"), f"row {len(rows)}: {reason} (rows count from 0); mend them or leave them out"
+    pack, said = str(tmp_path / "pack"), f"row {len(rows)}: {reason} (rows count from 0); fix or leave them out"
     with pytest.raises(ConfigError) as error:
         packs.build(pack, sources)
     assert str(error.value) == f"{task}: {sources[task]}, validation {said}"
@@ -218,8 +218,8 @@ def test_rows_that_allow_answers_of_several_lengths_are_named():
     for lengths, said in {
         (8, 8, 8): "",
         (8, 16, 8): "row 1: max_new_tokens 16, and row 0 has 8: a task has one (rows",
-        (8, None): "row 1: max_new_tokens None is no number above 0 (rows",
-        (0, 0): "row 0: max_new_tokens 0 is no number above 0; row 1",
+        (8, None): "row 1: max_new_tokens None is not a number above 0 (rows",
+        (0, 0): "row 0: max_new_tokens 0 is not a number above 0; row 1",
     }.items():
         table = pa.Table.from_pylist([row | {"max_new_tokens": length} for length in lengths])
         with pytest.raises(ConfigError, match=re.escape(f"here {said}")) if said else nullcontext():

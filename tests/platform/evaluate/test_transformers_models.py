@@ -19,7 +19,7 @@ from lt2_platform.evaluate.harness.chat import chat_of
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
 from lt2_platform.evaluate.harness.lm import HarnessLM
 from lt2_platform.evaluate.harness.long_context import needles
-from lt2_platform.evaluate.harness.models import ModelSource, load
+from lt2_platform.evaluate.harness.models import FolderTokenizer, ModelSource, load
 from lt2_platform.evaluate.harness.tasks import packs
 from tests.platform.evaluate.items import arc, choices, nq, write
 from tests.platform.evaluate.tiny import model, save
@@ -132,7 +132,7 @@ def test_an_answer_ends_where_a_folders_generation_config_says(tmp_path):
     ("template", "message"),
     [
         (None, "has no chat template .* name one"),
-        ("{{ raise_exception('no system role') }}", r"refuses turns of system, user \(no system role\); mend it"),
+        ("{{ raise_exception('no system role') }}", r"refuses turns of system, user \(no system role\); fix it"),
         ({"a": TURNS, "b": TURNS}, "refuses turns of system, user .*no default"),
     ],
 )
@@ -168,8 +168,15 @@ def test_a_model_folder_is_evaluated_like_a_checkpoint(tmp_path):
         ("mine", "acc", 4),
     }
     assert found.evaluations()["validation"]
-    with pytest.raises(ConfigError, match="not a looped model"):
+    with pytest.raises(ConfigError, match="not an LT2 model"):
         evaluate_anything(folder, [config], out=str(tmp_path / "out"), loops=[1, 2])
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_evaluate_instead(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"has no tokenizer\. If .* byte-level .* exported from: lt2 eval RUN --pack P"
+    ):
+        FolderTokenizer.load(str(tmp_path), None)
 
 
 def test_an_exported_folder_gives_the_numbers_of_its_checkpoint(tmp_path):

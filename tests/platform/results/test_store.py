@@ -68,13 +68,14 @@ def test_results_rows_name_what_differs(local):
     for seed, loss in ((1, 2.0), (2, 3.0)):
         with local.create_run(f"r{seed}", {"config": {"train": {"seed": seed, "steps": 9}}}) as writer:
             writer.log(8, {"loss": loss})
-            writer.close({"tokens": 10, "note": "x"})
+            writer.close({"tokens": 10, "note": "x", "step": 9, "position": 72})
     local.log_eval("r1", "speed", [{"task": "t", "metric": "decode", "value": 7.0, "step": 8, "unit": "tokens/s"}])
     rows = local.results()
     first, second = {"run": "r1", "step": 8}, {"run": "r2", "step": 8}
     one, two = {"config": {"train.seed": 1}, "counts": True}, {"config": {"train.seed": 2}, "counts": True}
     assert first | {"metric": "loss", "value": 2.0, "unit": "nats/token"} | one in rows
     assert second | {"metric": "summary.tokens", "value": 10.0, "unit": ""} | two in rows
+    assert not {"summary.step", "summary.position"} & {row["metric"] for row in rows}  # where a training ended
     assert first | {"metric": "speed/t/decode", "value": 7.0, "unit": "tokens/s"} | one in rows
     assert {row["run"] for row in local.results(["r2"])} == {"r2"}
     assert not any(row["config"] for row in local.results(["r2"]))  # of one run alone nothing differs
@@ -170,7 +171,9 @@ def test_another_config_under_the_same_run_is_refused(local):
 def test_a_damaged_record_of_a_run_is_named(local, content):
     local.create_run("r", {"config": {"lr": 0.1}}).close()
     local.storage.write_bytes("runs/r/run.json", content)
-    with pytest.raises(ConfigError, match=r"/runs/r/run\.json is not readable \(it.*\); delete it, and it is written"):
+    with pytest.raises(
+        ConfigError, match=r"/runs/r/run\.json is not readable \(it.*\); delete it, and it is rewritten"
+    ):
         local.create_run("r", {"config": {"lr": 0.1}})
 
 

@@ -54,8 +54,8 @@ def test_progress_is_written_now_and_then_and_at_the_end(tmp_path, clock, monkey
     # Refused at step 5, it is left alone for a minute.
     assert [values["step"] for values in written] == [4, 5, 8, 90]
     assert written[0].pop("time") > 1e9
-    assert written[0] == {"step": 4, "steps": 90, "loss": 2.5, "tokens_per_s": 7.0, "eta_s": 172.0, "began": 3}
-    assert written[-1]["eta_s"] == 0
+    assert written[0] == {"step": 4, "steps": 90, "loss": 2.5, "tokens_per_s": 7.0, "eta_s": None, "began": 3}
+    assert [values["eta_s"] for values in written[1:]] == [None, 164.0, 0]  # at step 8 it is the fifth step of five
     rows = logger.writer.rows
     assert [step for step, _ in rows] == [4, 5, 5, 6, 7, 8, 9, 90]
     assert rows[0][1] == metrics | {"tokens": 4 * 96}
@@ -79,6 +79,18 @@ def test_a_store_that_hangs_does_not_hold_up_the_steps(tmp_path, clock, monkeypa
     answers.set()
     logger.on_step(TrainState(step=9, position=72, tokens=864), metrics)
     assert written == [1, 9]
+
+
+def test_the_mean_over_the_first_steps_predicts_nothing(tmp_path, clock):
+    """Where only each tenth step is logged, the first mean has the first step's compiling in it."""
+    logger = Logger(Writer(), Storage(str(tmp_path)), train_config(steps=90, log_every=10), began=3)
+    for step, left in ((10, None), (20, 140.0)):
+        clock[0] += 1
+        metrics = {"loss": 2.5, "tokens_per_s": 7.0, "step_time": 2.0}
+        logger.on_step(TrainState(step=step, position=step * 8, tokens=step * 96), metrics)
+        assert logger.writing is not None
+        logger.writing.wait()
+        assert json.loads((tmp_path / "progress.json").read_text())["eta_s"] == left
 
 
 @pytest.mark.parametrize("fields", [{"eval_sequences": 2}, {"eval_sequences": 3, "document_mask": True}])

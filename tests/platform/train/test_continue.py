@@ -62,7 +62,7 @@ def test_momenta_of_muon_go_on_too(tmp_path):
     worker.run(open_run(tmp_path, pretrain_config(steps=7, schedule=COOL, optimizer={"type": "muon"}), "whole"))
     worker.run(branch(tmp_path, optimizer={"type": "muon"}))
     same_end(tmp_path, "branch")
-    with pytest.raises(ConfigError, match=r"was trained with train.optimizer 'muon'; set that, or `start` begins"):
+    with pytest.raises(ConfigError, match=r"was trained with train.optimizer 'muon'; set that, or use `start`"):
         branch(tmp_path, name="other")
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_trunk_is_refused(root, tmp_path):
 
 
 def test_what_cannot_go_on_is_refused_before_anything_is_written(root):
-    with pytest.raises(ConfigError, match=r"step-00000004 was trained with train.seed 5; set that, or `start` begins"):
+    with pytest.raises(ConfigError, match=r"step-00000004 was trained with train.seed 5; set that, or use `start`"):
         branch(root, name="other", seed=6)
     assert not (root / "other").exists()
 
@@ -138,7 +138,7 @@ def test_what_a_checkpoint_can_be_gone_on_from(root):
     assert "was trained on another dataset" in told(data="e" * 64)
     check_continues(info, model_config(), train_config(global_batch_size=4), TOKENIZER, "f" * 64)
     assert "with train.global_batch_size 8; set that" in told(live=True, global_batch_size=4)
-    assert "model differs in rope_theta; `start` begins with its weights alone" in told(
+    assert "model differs in rope_theta; use `start` to take only its weights" in told(
         model=model_config(rope_theta=5e5)
     )
     assert "holds weights only" in told(replace(info, train={}))

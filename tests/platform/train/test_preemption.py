@@ -83,7 +83,7 @@ def test_the_torchrun_script_ends_with_143_and_the_same_command_goes_on(tmp_path
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     first = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 143
-    assert first.stderr.strip().endswith("step 5 of 8, which is saved; the same command goes on from there")
+    assert first.stderr.strip().endswith("step 5 of 8, which is saved; the same command resumes from there")
     assert subprocess.run(command, env=environment, cwd=ROOT).returncode == 0
     assert all(torch.equal(value, theirs[name]) for name, value in weights(tmp_path / "run").items())
     assert {step: loss for step, loss in losses(tmp_path).items() if step != 5} == expected

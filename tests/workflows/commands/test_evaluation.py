@@ -64,7 +64,17 @@ def test_an_evaluation_that_is_interrupted_says_that_it_continues(tmp_path, monk
     lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", arc_easy=arc()).items()))
     save(tmp_path / "storage" / "steps" / "one-12345678" / "out", model())
     result = CliRunner().invoke(
-        app, ["eval", "one-12345678", "--pack", str(pack), "--storage", str(tmp_path / "storage")]
+        app,
+        [
+            "eval",
+            "one-12345678",
+            "--pack",
+            str(pack),
+            "--suite",
+            "tasks=arc_easy",
+            "--storage",
+            str(tmp_path / "storage"),
+        ],
     )
     assert (result.exit_code, result.stderr) == (130, "lt2: stopped; the same command continues from here\n")
 
@@ -85,6 +95,9 @@ def test_actors_get_a_ray_with_a_place_for_each(tmp_path, monkeypatch):
     monkeypatch.setattr("lt2_platform.evaluate.checkpoints.evaluate_anything", asked)
     save(tmp_path / "steps" / "one-12345678" / "out", model())
     command = ["eval", "one-12345678", "--pack", str(tmp_path), "--storage", str(tmp_path), "--actors", "99"]
+    assert "is not an evaluation pack" in str(CliRunner().invoke(app, command).exception)
+    assert seen == []  # what the pack lacks is said before anything starts
+    monkeypatch.setattr("lt2_platform.evaluate.harness.tasks.packs.require", lambda pack, tasks: {})
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     CliRunner().invoke(app, command)
     assert seen == [99, 99]
@@ -119,15 +132,15 @@ def test_a_model_trained_on_conversations_is_asked_as_one(tmp_path):
     save(root / "steps" / "one-12345678" / "out", model(), tokenizer=record)
     options = ["eval", "one-12345678", "--pack", pack, "--suite", "tasks=mine", "--max-length", 300, "--storage", root]
     plain = CliRunner().invoke(app, [str(option) for option in options])
-    assert "one-12345678 was trained on conversations; --chat asks it by their template" in plain.stderr
+    assert "one-12345678 was trained on conversations; --chat uses their template" in plain.stderr
     table = lt2(*options, "--chat", "--system", "Be brief.").splitlines()
     assert table[0].split() == ["task", "metric", "value", "stderr", "n", "chat"]
     assert table[2].split()[0] == "mine+chat+system-213c22"
     assert table[2].split()[-1] == "chatml"
     for wrong, message in (
         (["--template", "qwen"], "--template qwen: choose one of chatml, llama3, plain"),
-        (["--system", "Be brief."], "--system is of conversations; add --chat, or --template NAME"),
-        (["--no-multiturn"], "--no-multiturn is of conversations; add --chat"),
+        (["--system", "Be brief."], "--system needs --chat or --template NAME"),
+        (["--no-multiturn"], "--no-multiturn needs --chat"),
     ):
         with pytest.raises(ConfigError, match=message):
             lt2(*options, *wrong)
@@ -207,10 +220,10 @@ def test_a_task_that_the_pack_has_already_is_replaced_aloud(tmp_path):
     places = write(tmp_path / "data", mine=choices(), arc_easy=arc())
     pack, one = tmp_path / "pack", f"mine={places['mine']}"
     first = lt2("pack", "build", pack, one)
-    assert lt2("pack", "build", pack, one) == f"{first.rstrip()}; as it was\n"
+    assert lt2("pack", "build", pack, one) == f"{first.rstrip()}; unchanged\n"
     other = write(tmp_path / "other", mine=choices()[:2])["mine"]
     again = lt2("pack", "build", pack, f"mine={other}", f"arc_easy={places['arc_easy']}").splitlines()
-    assert again[0].endswith(f"; in the place of what was there, {first.split(maxsplit=1)[1].rstrip()}")
+    assert again[0].endswith(f"; replaces what was there, {first.split(maxsplit=1)[1].rstrip()}")
     assert ";" not in again[1]
 
 
@@ -227,7 +240,7 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere does not exist"):
         lt2("eval", "./nowhere", "--pack", tmp_path, "--storage", root)
     save(root / "steps" / "one-12345678" / "out", model())
-    with pytest.raises(ConfigError, match="--exit-thresholds 0.5,x: give numbers with commas between"):
+    with pytest.raises(ConfigError, match="--exit-thresholds 0.5,x: give comma-separated numbers"):
         lt2("eval", "one-12345678", "--pack", tmp_path, "--exit-thresholds", "0.5,x", "--storage", root)
     with pytest.raises(ConfigError, match="unknown suite 'cor'"):
         lt2("eval", "one-12345678", "--pack", tmp_path, "--suite", "cor", "--storage", root)
@@ -258,7 +271,7 @@ def test_paper_table_shows_our_runs_beside_the_papers(tmp_path):
     with pytest.raises(ConfigError, match="no scale '7B'"):
         lt2("paper-table", "--storage", tmp_path, "--scale", "7B")
     with pytest.raises(
-        ConfigError, match="no run or workflow 'other' with evaluations; there are: mine, partial, quick, whole"
+        ConfigError, match="no run or workflow 'other' with evaluations; those with some: mine, partial, quick, whole"
     ):
         lt2("paper-table", "other", "--storage", tmp_path)
 

@@ -46,7 +46,7 @@ def test_transformers_asks_as_the_model_was_trained_and_stops_where_its_answers_
     ours = load_tokenizer(file)
     place = checkpoint(tmp_path, file, template)
     said = export(place, tmp_path / "out")
-    assert f"{FILE} asks by {template}, with the token ids of the training" in said
+    assert f"{FILE} is the template {template}, with the token ids of the training" in said
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
     turns = [("system", "\nBe brief."), ("user", "What is 3 + 4?"), ("assistant", " It is 7.\n")]
     messages = [{"role": role, "content": text} for role, text in turns]

@@ -44,7 +44,7 @@ def test_an_exit_gate_at_another_threshold(tmp_path):
     result = invoke(place, *greedy, "--exit-threshold", "0.3")
     assert result.stdout == "a b" + tokenizer.decode(tokens) + "\n" != invoke(place, *greedy).stdout
     both = invoke(place, "--exit-threshold", "0.3", "--loops", "2")
-    assert str(both.exception) == "give --loops (no token stops earlier) or --exit-threshold, not both"
+    assert str(both.exception) == "give --loops (no early exit) or --exit-threshold, not both"
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda"])
@@ -99,8 +99,8 @@ def chatting(folder, net, *templates: str) -> str:
         (["plain"], ["--chat"], "plain", ""),
         (["plain", "chatml"], ["--template", "chatml"], "chatml", ""),
         (["plain"], ["--template", "chatml"], "chatml", "was not trained on chatml but on plain\n"),
-        ([], ["--template", "chatml"], "chatml", "on no conversations, as far as its checkpoint says\n"),
-        (["plain"], [], None, "was trained on conversations; --chat asks it by their template\n"),
+        ([], ["--template", "chatml"], "chatml", "on no conversations, according to its checkpoint\n"),
+        (["plain"], [], None, "was trained on conversations; --chat uses their template\n"),
         ([], [], None, ""),
     ],
 )
@@ -128,9 +128,9 @@ def test_the_systems_turn_comes_before_the_question(tmp_path):
 @pytest.mark.parametrize(
     ("trained_on", "options", "message"),
     [
-        ([], ["--chat"], "was not trained on conversations, as far as its checkpoint says; --template chatml|llama3|"),
+        ([], ["--chat"], "was not trained on conversations; --template chatml|llama3|"),
         (["chatml", "plain"], ["--chat"], "on several templates; choose --template chatml|plain"),
-        (["chatml"], ["--system", "Be brief."], "--system is said in conversations; add --chat, or --template NAME"),
+        (["chatml"], ["--system", "Be brief."], "--system needs --chat or --template NAME"),
         (["chatml"], ["--template", "qwen"], "--template qwen: choose one of chatml, llama3, plain"),
     ],
 )

@@ -83,7 +83,7 @@ def test_diagnose_reads_what_the_run_was_trained_on(tmp_path):
     assert data_of(storage, "train-1") == data
     error = invoke("diagnose", "train-1", "--storage", str(tmp_path)).exception
     assert isinstance(error, ConfigError)  # the documents of this dataset are short
-    assert f"no held-out document of {data} begins with 16 tokens" in str(error)
+    assert f"no held-out document of {data} has its first 16 tokens" in str(error)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diagnostics, "SHORTEST", 4)
         result = invoke("diagnose", "train-1", "--storage", str(tmp_path))
@@ -141,8 +141,8 @@ def test_bench_mixers_refuses_a_shape_that_cannot_be_built():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mixers", '["gdn"]'], '--mixers: "gdn" is no mixer; give objects like {"type": "gdn"}'),
-        (["--mixers", '[{"window": 8}]'], '--mixers: {"window": 8} is no mixer;'),
+        (["--mixers", '["gdn"]'], '--mixers: "gdn" is not a mixer; give objects like {"type": "gdn"}'),
+        (["--mixers", '[{"window": 8}]'], '--mixers: {"window": 8} is not a mixer;'),
         (["--device", "mps"], "--device mps: choose cuda or cpu"),
         (["--out", "/dev/null/layers"], "/dev/null/layers cannot be written"),
         (["--out", "s3://bucket/layers"], "s3:/bucket/layers is no folder of this machine"),

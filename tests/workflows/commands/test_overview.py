@@ -17,6 +17,12 @@ def test_help_shows_every_command_once_with_its_whole_first_sentence():
     assert all(f"{title}:" in shown for title in SECTIONS)
 
 
+@pytest.mark.parametrize("group", ["pack", "cluster", "bench"])
+def test_a_groups_commands_are_described_by_whole_sentences(group):
+    shown = CliRunner().invoke(app, [group, "--help"]).output
+    assert "..." not in shown.split("Commands:")[1]
+
+
 @pytest.mark.parametrize(
     ("text", "first"),
     [("One.", "One"), ("One: a, b. Two.", "One: a, b"), ("One\n    goes on.\n\n    Two.", "One goes on"), (None, "")],

@@ -81,8 +81,8 @@ def worked(root, monkeypatch, step):
 @pytest.mark.parametrize(
     ("returned", "reason"),
     [
-        (None, "returned None (it is no dict)"),
-        ([1], "returned [1] (it is no dict)"),
+        (None, "returned None (it is not a dict)"),
+        ([1], "returned [1] (it is not a dict)"),
         ({"x": np.float32(2)}, "Object of type float32 is not JSON serializable"),
     ],
 )

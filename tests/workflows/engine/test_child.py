@@ -53,12 +53,12 @@ STARTED, WRONG = {"event": "started", "attempt": 1}, {"event": "failed", "attemp
 @pytest.mark.parametrize(
     ("events", "code", "is_done", "expected", "error"),
     [
-        ([STARTED], DONE, False, FAILED, "the process ended with code 0 before it could say why"),  # os._exit(0)
-        ([STARTED], BUSY, False, FAILED, "the process ended with code 3 before it could say why"),
-        ([STARTED], DONE, True, DONE, "the process ended with code 0 before it could say why"),  # its words were lost
-        ([], DONE, False, DONE, "the process ended with code 0 before it could say why"),  # another attempt was faster
-        ([], BUSY, False, BUSY, "the process ended with code 3 before it could say why"),
-        ([STARTED], INTERRUPTED, False, INTERRUPTED, "the process ended with code 4 before it could say why"),
+        ([STARTED], DONE, False, FAILED, "the process ended with code 0 without reporting why"),  # os._exit(0)
+        ([STARTED], BUSY, False, FAILED, "the process ended with code 3 without reporting why"),
+        ([STARTED], DONE, True, DONE, "the process ended with code 0 without reporting why"),  # its words were lost
+        ([], DONE, False, DONE, "the process ended with code 0 without reporting why"),  # another attempt was faster
+        ([], BUSY, False, BUSY, "the process ended with code 3 without reporting why"),
+        ([STARTED], INTERRUPTED, False, INTERRUPTED, "the process ended with code 4 without reporting why"),
         ([STARTED, WRONG], FAILED, False, FAILED, "why"),
         ([STARTED], -9, False, child.INFRASTRUCTURE, "the process was ended by SIGKILL"),
         ([STARTED], -11, False, FAILED, "the process was ended by SIGSEGV"),

@@ -13,11 +13,11 @@ from lt2_workflows.engine.record_files import UnreadableRecordError
 from lt2_workflows.engine.records import list_workflows
 from tests.workflows.test_cli import CHAIN, assert_one_line, lt2
 
-ONCE = "delete it and run its recipe again, which writes it anew"
+ONCE = "delete it and run its recipe again, which rewrites it"
 DAMAGES = {
     "steps/second-*/done.json": "delete it to run the step again",
-    "steps/second-*/attempts/1/state.json": "delete it: only what that attempt says of itself is lost",
-    "steps/second-*/attempts/1/lease.json": "delete it when no process runs this step any more",
+    "steps/second-*/attempts/1/state.json": "delete it: only that attempt's own record is lost",
+    "steps/second-*/attempts/1/lease.json": "delete it once no process runs this step",
     "steps/second-*/spec.json": ONCE,
     "workflows/chain-*/dag.json": ONCE,
 }
@@ -46,7 +46,7 @@ def damage(root: Path, pattern: str, content: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [("", "it is empty"), ("{", "it is no JSON"), ("{}", "missing or damaged")]
+    ("content", "why"), [("", "it is empty"), ("{", "it is not JSON"), ("{}", "missing or damaged")]
 )
 @pytest.mark.parametrize("pattern", DAMAGES)
 def test_it_is_named_and_all_else_is_listed(root, pattern, content, why):

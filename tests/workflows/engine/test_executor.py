@@ -273,7 +273,7 @@ def test_a_store_that_is_away_for_a_while_ends_no_workflow(storage, monkeypatch,
     assert states(outcomes) == {"first": "done"}
     assert "retry" not in kinds(events, "first")
     assert len(asked) == 6  # done.json, the newest attempt, and done.json after it: each was refused once
-    assert "storage refuses (Could not connect" in caplog.text
+    assert "storage refused (Could not connect" in caplog.text
 
 
 @pytest.mark.parametrize(("status", "code"), [(503, endings.INFRASTRUCTURE), (500, endings.INFRASTRUCTURE), (403, 1)])

@@ -130,7 +130,7 @@ def test_a_step_that_can_saves_before_it_stops(number, expected, make_run, undis
     driver.send_signal(number)
     code, output = run.finish(driver)
     assert code == expected, output
-    assert "second     saves a checkpoint and stops, within 60 s; asked again, it stops at once\n" in output
+    assert "second     saves a checkpoint and stops within 60 s; interrupt again to stop at once\n" in output
     assert "second     interrupted: stopped as asked after line 0, which is saved\n" in output
     code, output = run.finish()
     assert code == 0, output
@@ -224,7 +224,7 @@ def test_lease_of_a_lost_machine_is_taken_over(make_run, undisturbed):
     storage.write_json(f"{first.folder}/attempts/1/lease.json", lease)
     code, output = run.finish()
     assert code == 0, output
-    assert "held by process 1 on gone" in output
+    assert "being run by process 1 on gone" in output
     assert storage.exists(f"{first.folder}/attempts/2/log")
     assert run.results() == undisturbed
 

@@ -98,8 +98,8 @@ def test_a_ray_that_does_not_start_is_one_line(starts, tmp_path, monkeypatch, ca
     assert stop.value.code == 2
     assert (
         "lt2: Ray did not start on this machine, tried 3 times (The current node timed out during startup. This could "
-        "happen because some of the raylet failed to startup or the GCS has become overloaded.); end what else keeps "
-        "it busy, look whether memory, disk or processes have run out, and give the same command again\n"
+        "happen because some of the raylet failed to startup or the GCS has become overloaded.); stop what else keeps "
+        "it busy, check free memory, disk and process limits, and run the same command again\n"
     ) in capfd.readouterr().err
     assert [Path(f"/proc/{process.pid}").exists() for process in left] == [False] * STARTS
     assert not list(tmp_path.glob(f"{PREFIX}*"))
@@ -111,7 +111,7 @@ def test_a_ray_that_does_not_answer_is_lost_infrastructure(starts, monkeypatch, 
         RuntimeError("Failed to connect to GCS. Last connection error: Traceback (most recent call last):\n…")
     ] * 2
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    line = r"no Ray answers at 10.0.0.1:6379 \(Failed to connect to GCS.\); look whether it still runs there"
+    line = r"no Ray answers at 10.0.0.1:6379 \(Failed to connect to GCS.\); check that it still runs there"
     with pytest.raises(NoRayError, match=f"^{line}$") as failure:
         join_ray()
     assert classify(failure.value) == INFRASTRUCTURE

@@ -74,8 +74,8 @@ def test_a_plan_says_when_the_corpus_of_a_finished_dataset_has_changed(tmp_path,
     (tmp_path / "books/a.txt").write_text("text of A " * 50)
     os.utime(tmp_path / "books/a.txt", (later, later))
     assert describe_prepare(step, context).endswith(
-        f"; THE CORPUS HAS CHANGED since: {tmp_path}/books/a.txt has other content. The dataset and what was made of "
-        "it are used as they are; another name of what has changed, or another --storage, begins anew"
+        f"; THE CORPUS HAS CHANGED since: {tmp_path}/books/a.txt has other content. The dataset and what was made from "
+        "it are used as they are; to start afresh, rename what has changed or use another --storage"
     )
     event = {"event": "skipped", "step": "prepare", "drift": [], "stale": STEP_TYPES["prepare"].outdated(step, context)}
     assert "THE CORPUS HAS CHANGED" in line(event)  # `lt2 run` says it too
@@ -119,7 +119,7 @@ def test_a_tokenizer_changed_in_place_is_told(tmp_path):
     context.storage.write_json(f"{context.step.folder}/out/manifest.json", manifest)
     outdated = STEP_TYPES["prepare"].outdated
     assert outdated(step, context) == ""
-    said = f"THE TOKENIZER HAS CHANGED since: {spec} has other content. The dataset and what was made of it are used"
+    said = f"THE TOKENIZER HAS CHANGED since: {spec} has other content. The dataset and what was made from it are used"
     for change in ({"words": ("two",)}, {"words": ("one",), "bos": "<b>"}):
         write_tokenizer(spec, *change.pop("words"), **change)
         assert outdated(step, context).startswith(said)

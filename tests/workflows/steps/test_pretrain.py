@@ -76,8 +76,8 @@ def test_a_plan_counts_what_is_left(tmp_path, data):
     [
         ({}, None),
         ({"train": train(steps=4)}, "step trunk has 4 steps already; raise train.steps beyond that"),
-        ({"train": train(seed=6)}, "step trunk was trained with train.seed 5; set that, or `start` begins"),
-        ({"model": MODEL | {"rope_theta": 5e5}}, "step trunk: model differs in rope_theta; `start` begins"),
+        ({"train": train(seed=6)}, "step trunk was trained with train.seed 5; set that, or use `start`"),
+        ({"model": MODEL | {"rope_theta": 5e5}}, "step trunk: model differs in rope_theta; use `start`"),
         ({"data": "other"}, "step trunk was trained on another dataset"),
     ],
 )

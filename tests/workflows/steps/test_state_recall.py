@@ -47,7 +47,7 @@ def test_curves_are_there_while_it_learns_and_whole_after_a_cut(tmp_path):
     assert [run.state for run in ResultsStore(storage).runs()] == ["running"]  # its step says that it was interrupted
     told = []
     result = run_state_recall(step.config, StepContext(storage, workflow, step, told.append))
-    assert [values.get("notice", values.get("step")) for values in told] == ["goes on from step 2", 4, 6]
+    assert [values.get("notice", values.get("step")) for values in told] == ["resumes from step 2", 4, 6]
     curve = ResultsStore(storage).metrics(result["run"], ["accuracy"])
     assert curve["step"].to_pylist() == [2, 4, 6]
 

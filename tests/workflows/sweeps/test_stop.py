@@ -54,7 +54,7 @@ def test_running_trials_save_and_the_same_command_goes_on(tmp_path):
     began = time.monotonic()
     output = interrupted(root, driver, signal.SIGTERM)
     assert time.monotonic() - began < 60
-    assert "sweep      saves a checkpoint and stops, within 60 s; asked again, it stops at once\n" in output
+    assert "sweep      saves a checkpoint and stops within 60 s; interrupt again to stop at once\n" in output
     assert "interrupted: stopped as asked; 0 of 2 trials have ended\n" in output
     saved = checkpoints()
     assert [len(names) for names in saved] == [1, 1]

@@ -161,8 +161,8 @@ def test_what_all_trials_have_in_common_runs_first(shared):
 
 
 def test_what_runs_first_is_told_under_its_own_name(shared, context):
-    shared("third", told=[{"notice": "goes on from step 5 of 9"}, {"step": 6, "steps": 9}])
-    assert context.heard[0]["notice"] == "first: goes on from step 5 of 9"
+    shared("third", told=[{"notice": "resumes from step 5 of 9"}, {"step": 6, "steps": 9}])
+    assert context.heard[0]["notice"] == "first: resumes from step 5 of 9"
     assert context.heard[1] == {"counts": "first step", "step": 6, "steps": 9}
 
 

@@ -12,10 +12,15 @@ cluster = typer.Typer(help="Files that bring up a Ray cluster.", no_args_is_help
 
 @cluster.command()
 def render(
-    settings: Annotated[str, typer.Argument(metavar="SETTINGS", help="Start from platform/clusters/settings.yaml.")],
+    settings: Annotated[
+        str, typer.Argument(metavar="SETTINGS", help="Settings file; start from platform/clusters/settings.yaml.")
+    ],
     out: Annotated[Path | None, typer.Option("--out", help="[default: the folder of SETTINGS]")] = None,
 ) -> None:
-    """Write KubeRay manifests, the autoscaler's file, the Slurm script, the Dockerfile and the dashboards."""
+    """Write a cluster's files from its settings.
+
+    These are KubeRay manifests, the autoscaler's file, a Slurm script, a Dockerfile and Grafana dashboards.
+    """
     from lt2_workflows.cluster.check import check_file
     from lt2_workflows.cluster.render import render as render_all
     from lt2_workflows.cluster.settings import read_settings
@@ -32,7 +37,7 @@ def render(
 
 @cluster.command()
 def check(files: Annotated[list[str], typer.Argument(metavar="FILE...")]) -> None:
-    """Check RayCluster, RayJob and `ray up` files against their schemas, without a cluster."""
+    """Check RayCluster, RayJob and `ray up` files by their schemas. Needs no cluster."""
     from lt2.config import ConfigError
     from lt2_workflows.cluster.check import check_file
 

@@ -24,7 +24,7 @@ def diagnose(
     checkpoint: CheckpointArgument,
     data: DataOption = None,
     documents: Annotated[int, typer.Option(min=1, help="Held-out documents to read.")] = 16,
-    length: Annotated[int, typer.Option(min=16, help="Tokens of each, from its beginning.")] = 512,
+    length: Annotated[int, typer.Option(min=16, help="Tokens to read of each, from its beginning.")] = 512,
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
@@ -54,31 +54,30 @@ def diagnose(
         line = lines.setdefault((row["loop"], row["layer"]), {"loop": row["loop"] + 1, "layer": row["layer"] + 1})
         line |= {"mixer": row["mixer"], row["metric"]: row["value"]}
     typer.echo(table(list(lines.values()), ["loop", "layer", "mixer", *READINGS]))
-    typer.echo(f"stored as {run}: lt2 dashboard --storage {root.root}, then /figures/loop_diagnostics?runs={run}")
+    typer.echo(
+        f"stored as {run}: start `lt2 dashboard --storage {root.root}`, then /figures/loop_diagnostics?runs={run}"
+    )
 
 
 def positions(
     checkpoint: CheckpointArgument,
     data: DataOption = None,
     length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens of a document to predict. [default: a row of the data, or less]"),
+        int | None, typer.Option(min=2, help="Tokens to predict per document. [default: a row of the data, or less]")
     ] = None,
-    max_spans: Annotated[
-        int | None, typer.Option(min=1, help="Spans of so many tokens to read. [default: all]")
-    ] = None,
+    max_spans: Annotated[int | None, typer.Option(min=1, help="Spans of that length to read. [default: all]")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     loops: Annotated[
         str | None, typer.Option(metavar="N,N", help="Depths to evaluate at. [default: as trained]")
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="What results call it. [default: positions; with --data or --length positions-LENGTH]"),
+        typer.Option(help="Name in the results. [default: positions; with --data or --length positions-LENGTH]"),
     ] = None,
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Held-out loss by how much of its document a model has read before."""
+    """Held-out loss by position in the document."""
     from lt2.layout import loops_text
     from lt2_platform.data.stream import PackedDataset
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
@@ -92,7 +91,7 @@ def positions(
     root = Storage(storage)
     place, run = located(root, checkpoint)
     root.check_writable()
-    depths = numbers("--loops", loops, int, "whole numbers with commas between, e.g. 1,2,4")
+    depths = numbers("--loops", loops, int, "comma-separated whole numbers, e.g. 1,2,4")
     read = data or data_of(root, run)
     if name is None and (data or length):  # results of other text must not replace those of the run's own
         dataset = PackedDataset(read, "validation")
@@ -117,7 +116,9 @@ def positions(
         line |= {"tokens": row["n"], f"loss, {loops_text(row['n_loops'], row['early_exit'])}": f"{row['value']:.4f}"}
     typer.echo(table(list(lines.values()), list(dict.fromkeys(key for line in lines.values() for key in line))))
     task = f"&task={name}" if name else ""
-    typer.echo(f"stored as {run}: lt2 dashboard --storage {root.root}, then /figures/positions?runs={run}{task}")
+    typer.echo(
+        f"stored as {run}: start `lt2 dashboard --storage {root.root}`, then /figures/positions?runs={run}{task}"
+    )
 
 
 def data_of(root: Storage, run: str) -> str:
@@ -129,4 +130,4 @@ def data_of(root: Storage, run: str) -> str:
     named = (spec.get("config") or {}).get("data")
     if isinstance(named, str):
         return named
-    raise config_error(f"what {run} was trained on is not recorded under {root.root}; give --data, a prepared dataset")
+    raise config_error(f"{root.root} does not record what {run} was trained on; give --data, a prepared dataset")

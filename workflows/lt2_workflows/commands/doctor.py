@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 def doctor(
     storage: StorageOption = None,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Also run every mixer and compare it with fp64; minutes on a new card.")
+        bool,
+        typer.Option("--kernels", help="Also run every mixer and compare it with fp64; takes minutes on a new card."),
     ] = False,
     mixers: Annotated[
         str | None, typer.Option(metavar="TYPE,TYPE", help="As --kernels, for these. [default: all]")
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Look whether this machine, the storage and Ray do what LT2 needs. Exit code 1 if something does not.
+    """Check whether this machine, the storage and Ray meet LT2's needs. Exit code 1 if not.
 
-    Where RAY_ADDRESS names a cluster, each of its nodes is looked at, else a Ray is started and ended.
+    With RAY_ADDRESS set, every node of that cluster is checked; otherwise a local Ray is started and stopped.
     """
     from lt2.config import ConfigError, mixer_types
     from lt2_platform.storage import Storage
@@ -40,7 +41,7 @@ def doctor(
     only = [] if mixers is None else [name.strip() for name in mixers.split(",")]
     for name in only:
         if name not in mixer_types():
-            raise ConfigError(f"--mixers: no mixer {name!r}; choose among {', '.join(mixer_types())}")
+            raise ConfigError(f"--mixers: no mixer {name!r}; choose from {', '.join(mixer_types())}")
     found: list[Finding] = []
     with removed_if_new(Storage(storage)) as root:
         for finding in look(root, run_kernels=kernels or bool(only), mixers=only):
@@ -55,7 +56,7 @@ def doctor(
     elif problems:
         typer.echo(f"{problems} problem{'s' if problems != 1 else ''}")
     else:
-        typer.echo("nothing stands in the way")
+        typer.echo("no problems found")
     raise typer.Exit(1 if problems else 0)
 
 

@@ -31,9 +31,9 @@ def evaluate(
         str | None, typer.Option(metavar="N,N", help="Depths to evaluate at. [default: as trained]")
     ] = None,
     exit_thresholds: Annotated[
-        str | None, typer.Option(metavar="P,P", help="Of a model with an exit gate: thresholds to evaluate it at, too.")
+        str | None, typer.Option(metavar="P,P", help="Exit thresholds to evaluate at as well; they need an exit gate.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Items per task, for a quick look.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items per task, for a quick look. [default: all]")] = None,
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples before each item. [default: as the task defines]")
     ] = None,
@@ -42,20 +42,21 @@ def evaluate(
         int | None, typer.Option(min=2, help="Window in tokens. [default: the model's, or a needle's]")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask as conversations, by the template of the model's training.")
+        bool, typer.Option("--chat", help="Ask in chats, with the template the model was trained on.")
     ] = False,
     template: AskedByOption = None,
     multiturn: Annotated[
-        bool, typer.Option(help="In conversations, examples are turns of their own or part of the question.")
+        bool, typer.Option(help="In chats, examples are separate turns, or part of the question.")
     ] = True,
-    system: Annotated[str, typer.Option(help="What the system's turn of conversations says.")] = "",
-    actors: Annotated[int, typer.Option(min=0, help="Copies of the model on Ray; 0 stays in this process.")] = 0,
+    system: Annotated[str, typer.Option(help="System message of the chats.")] = "",
+    actors: Annotated[int, typer.Option(min=0, help="Copies of the model on Ray; 0 evaluates in this process.")] = 0,
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Evaluate a model on a suite; what an interrupted evaluation has answered is not asked again."""
+    """Evaluate a model on a suite; the same command resumes an interrupted evaluation."""
     from lt2_platform.evaluate.checkpoints import evaluate_anything
     from lt2_platform.evaluate.harness.models import ModelSource
+    from lt2_platform.evaluate.harness.tasks import packs, suites
     from lt2_platform.evaluate.tasks import depth_table
     from lt2_platform.json_values import sha256_of
     from lt2_platform.storage import Storage
@@ -66,14 +67,14 @@ def evaluate(
     check_template(template)
     if not (chat or template) and (system or not multiturn):
         option = "--system" if system else "--no-multiturn"
-        raise config_error(f"{option} is of conversations; add --chat, or --template NAME")
+        raise config_error(f"{option} needs --chat or --template NAME")
     root = Storage(storage)
     place, run = located(root, checkpoint)
     root.check_writable()
     depths: dict[str, Any] = {
-        "loops": numbers("--loops", loops, int, "whole numbers with commas between, e.g. 1,2,4"),
+        "loops": numbers("--loops", loops, int, "comma-separated whole numbers, e.g. 1,2,4"),
         "exit_thresholds": numbers(
-            "--exit-thresholds", exit_thresholds, float, "numbers with commas between, e.g. 0.5,0.9"
+            "--exit-thresholds", exit_thresholds, float, "comma-separated numbers, e.g. 0.5,0.9"
         ),
     }
     config = harness_config(
@@ -87,8 +88,9 @@ def evaluate(
         multiturn=multiturn,
         system=system,
     )
+    packs.require(pack, suites.suite_tasks(config.suite, config.tasks))  # before a model is loaded
     if not config.chat and not place.endswith(".gguf") and ModelSource(place).chat_templates():
-        typer.echo(f"{checkpoint} was trained on conversations; --chat asks it by their template", err=True)
+        typer.echo(f"{checkpoint} was trained on conversations; --chat uses their template", err=True)
     out = root.join("evals", run, sha256_of([config.model_dump(mode="json"), place])[:12])
     console = Console()
     progress = lambda values: console.say({"event": "progress", "step": "evaluate", "values": values})  # noqa: E731
@@ -131,7 +133,7 @@ def compare(
 ) -> None:
     """Per-task differences between two evaluated models on the items both answered, with their significance.
 
-    A run that was evaluated at several depths is taken at the one that it was trained at.
+    A run evaluated at several depths is compared at the depth it was trained with.
     """
     from lt2_platform.evaluate.compare import compare as compare_items
     from lt2_platform.storage import Storage
@@ -156,7 +158,7 @@ def paper_table(
     which: Annotated[
         str, typer.Option("--table", help="main, or recall: the long-context table, recall and needles at 1.3B.")
     ] = "main",
-    scale: Annotated[str, typer.Option(help="Of the main table: 0.6B or 1.3B.")] = "1.3B",
+    scale: Annotated[str, typer.Option(help="Scale of the main table: 0.6B or 1.3B.")] = "1.3B",
     format_: Annotated[str, typer.Option("--format", help="text, csv or latex.")] = "text",
     storage: StorageOption = None,
 ) -> None:
@@ -183,7 +185,7 @@ def paper_table(
     for run, name, row in ResultsStore(root).index().evals:
         if name == "validation" and as_number(row.get("value")) is not None:
             by_run.setdefault(run, []).append(row)
-    chosen = runs_named(root, by_run, runs, "with evaluations; there are") if runs else sorted(by_run)
+    chosen = runs_named(root, by_run, runs, "with evaluations; those with some") if runs else sorted(by_run)
     scores_of = paper_recall.scores_of if which == "recall" else paper.scores_of
     scores = {run: scores_of(by_run[run]) for run in chosen}
     found = {run: each for run, each in scores.items() if each}

@@ -18,11 +18,11 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     template: Annotated[
         str | None,
-        typer.Option(help="Chat template to write: chatml, llama3 or plain. [default: that of the training]"),
+        typer.Option(help="Chat template to write: chatml, llama3 or plain. [default: the one it was trained with]"),
     ] = None,
     storage: StorageOption = None,
 ) -> None:
-    """Write a checkpoint for `from_pretrained`, with a certificate that the written model computes the same."""
+    """Export a checkpoint for `from_pretrained`, with a certificate that the exported model computes the same."""
     import torch
     from transformers.utils import logging
 
@@ -66,11 +66,13 @@ def export(
     inexact = [check for check in checks if check.tolerance > 0]  # what is merely copied must be the same bits
     worst = max(inexact, key=lambda check: check.error / check.tolerance)
     typer.echo(
-        f"{folder}: {len(checks)} parity checks passed; the closest call is {worst.name} at "
+        f"{folder}: {len(checks)} parity checks passed; the least exact is {worst.name} at "
         f"{loops_text(worst.n_loops)}, {worst.error:.1e} of {worst.tolerance:.0e} allowed (parity.json)"
     )
     if tokenizer["file"] is None:
-        typer.echo("no tokenizer is written: this model's tokens are bytes, which transformers has no file for")
+        typer.echo(
+            f"no tokenizer is written: transformers has none for bytes; evaluate it by `lt2 eval {checkpoint}` instead"
+        )
     if chat:
         typer.echo(chat)
 
@@ -85,9 +87,9 @@ def write_chat_template(template: str, tokenizer_file: str, files: Path) -> tupl
     end = end_of_answer(template)
     stop = tokenizer.special_id(end.text) if end.special else None
     if add_chat_template(template, tokenizer, files):
-        said = f"{FILE} asks by {template}, with the token ids of the training"
+        said = f"{FILE} is the template {template}, with the token ids of the training"
         if stop is None:
-            said += f"; no token ends its answers: give generate() stop_strings={[end.text]!r} and the tokenizer"
+            said += f"; no single token ends its answers: give generate() stop_strings={[end.text]!r} and the tokenizer"
     else:
         said = (
             f"no chat template is written: transformers encodes a conversation as one text, and from that tokenizer "

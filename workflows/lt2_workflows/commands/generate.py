@@ -26,27 +26,26 @@ def generate(
     checkpoint: CheckpointArgument,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.")],
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask a model trained on conversations, by their template; shows the answer.")
+        bool,
+        typer.Option("--chat", help="Send TEXT as a chat message, in the template of the training; prints the answer."),
     ] = False,
     template: AskedByOption = None,
-    system: Annotated[
-        str, typer.Option(help="What the system's turn says, with --chat or --template.", show_default=False)
-    ] = "",
+    system: Annotated[str, typer.Option(help="System message, with --chat or --template.", show_default=False)] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
     seed: int = 0,
     loops: Annotated[
-        int | None, typer.Option(min=1, help="Another depth than the model's own; no token stops earlier.")
+        int | None, typer.Option(min=1, help="Run this many loops instead of the model's own, without early exit.")
     ] = None,
     exit_threshold: Annotated[
-        float | None, typer.Option(help="Of a model with an exit gate: another threshold than its own.")
+        float | None, typer.Option(help="Exit threshold instead of the model's own; it needs an exit gate.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda (in bf16) or cpu; cuda where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda (in bf16) or cpu. [default: cuda if available]")] = None,
     storage: StorageOption = None,
 ) -> None:
-    """Continue a text with a trained model, shown as it is made."""
+    """Continue a text with a trained model, printed as it is generated."""
     import torch
 
     from lt2.config import ConfigError
@@ -61,14 +60,14 @@ def generate(
 
     where = chosen_device(device)
     if system and not (chat or template):
-        raise ConfigError("--system is said in conversations; add --chat, or --template NAME")
+        raise ConfigError("--system needs --chat or --template NAME")
     model, _, info = load_model(find_checkpoint(Storage(storage), checkpoint))
     template = chat_template(checkpoint, info.get("chat_templates", []), chat=chat, named=template)
     if where == "cuda":
         model = model.to("cuda", torch.bfloat16)
         merge_projections(model)
     if loops is not None and exit_threshold is not None:
-        raise ConfigError("give --loops (no token stops earlier) or --exit-threshold, not both")
+        raise ConfigError("give --loops (no early exit) or --exit-threshold, not both")
     if exit_threshold is not None:
         model = model.at_depth(model.config.n_loops, exit_threshold=exit_threshold)
     if loops is not None:
@@ -98,7 +97,7 @@ def generate(
     seconds = time.perf_counter() - begin
     typer.echo(shown.rest(tokens))
     typer.echo(
-        f"{len(tokens)} tokens, {len(tokens) / seconds:,.1f} a second with the prompt's reading, on {where}, "
+        f"{len(tokens)} tokens, {len(tokens) / seconds:,.1f} tokens/s including the prompt, on {where}, "
         + loops_text(model.depth)
         + (" at most" if model.config.halting is not None else ""),
         err=True,
@@ -142,17 +141,17 @@ def chat_template(checkpoint: str, known: list[str], *, chat: bool, named: str |
     check_template(named)
     if named is not None:
         if named not in known:
-            trained = f"on {', '.join(known)}" if known else "on no conversations, as far as its checkpoint says"
+            trained = f"on {', '.join(known)}" if known else "on no conversations, according to its checkpoint"
             typer.echo(f"{checkpoint} was not trained on {named} but {trained}", err=True)
         return named
     if not chat:
         if known:
-            typer.echo(f"{checkpoint} was trained on conversations; --chat asks it by their template", err=True)
+            typer.echo(f"{checkpoint} was trained on conversations; --chat uses their template", err=True)
         return None
     if not known:
         raise ConfigError(
-            f"--chat: {checkpoint} was not trained on conversations, as far as its checkpoint says; "
-            f"--template {'|'.join(choices)} asks it by one all the same"
+            f"--chat: according to its checkpoint {checkpoint} was not trained on conversations; "
+            f"--template {'|'.join(choices)} uses a template anyway"
         )
     if len(known) > 1:
         raise ConfigError(f"--chat: {checkpoint} was trained on several templates; choose --template {'|'.join(known)}")

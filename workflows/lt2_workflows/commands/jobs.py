@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 AddressOption = Annotated[
     str,
-    typer.Option("--address", envvar="RAY_API_SERVER_ADDRESS", help="The dashboard of the cluster: http://head:8265."),
+    typer.Option(
+        "--address", envvar="RAY_API_SERVER_ADDRESS", help="Ray's dashboard on the cluster, e.g. http://head:8265."
+    ),
 ]
 StorageOption = Annotated[
     str | None,
@@ -26,12 +28,12 @@ StorageOption = Annotated[
 ]
 PythonOption = Annotated[
     str,
-    typer.Option(
-        "--python", help="The interpreter on the cluster, absolute. [default: the path of this one]", show_default=False
-    ),
+    typer.Option("--python", help="Absolute path of Python on the cluster. [default: this one's]", show_default=False),
 ]
 NoFollowOption = Annotated[bool, typer.Option("--no-follow", help="Print the job's id and return.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a workflow's id or name: its newest.")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", help="A job's id, or a workflow's id or name for its newest job.")
+]
 
 
 def submit(
@@ -42,7 +44,7 @@ def submit(
     python: PythonOption = sys.executable,
     no_follow: NoFollowOption = False,
 ) -> None:
-    """Run a recipe as a job on a Ray cluster, with a snapshot of this code; its log is shown, its exit code returned.
+    """Run a recipe as a job on a Ray cluster, with a snapshot of this code; shows its log, returns its exit code.
 
     The job does not need this terminal: Ctrl-C or a closed lid leaves it running.
     """
@@ -64,7 +66,7 @@ def resume(
     python: PythonOption = sys.executable,
     no_follow: NoFollowOption = False,
 ) -> None:
-    """Submit a recorded workflow again, on this cluster or another: what is finished is skipped."""
+    """Submit a recorded workflow again, to this cluster or another; finished steps are skipped."""
     from lt2.config import ConfigError
     from lt2_platform.storage import Storage
     from lt2_workflows import submit as jobs
@@ -107,7 +109,7 @@ def cancel(job: JobArgument, address: AddressOption) -> None:
 
     client = jobs.connect(address)
     found = jobs.find_job(client, job)
-    typer.echo(f"{found} cancelled" if jobs.cancel(client, found) else f"{found} had ended before")
+    typer.echo(f"{found} cancelled" if jobs.cancel(client, found) else f"{found} had already ended")
 
 
 def _show(client: JobSubmissionClient, job: str, workflow: Workflow, address: str, root: str, no_follow: bool) -> None:
@@ -131,11 +133,11 @@ def _warn_of_inputs(workflow: Workflow, root: str) -> None:
     try:
         storage.check_readable(new=True)
     except ConfigError as error:
-        typer.echo(f"lt2: inputs of steps were not looked for: {error}", err=True)
+        typer.echo(f"lt2: the inputs of steps were not checked: {error}", err=True)
         return
     pending = [step for step in workflow.steps.values() if step_state(storage, step.folder)["state"] != "done"]
     for line in problems(workflow, storage, pending, elsewhere=True):
-        typer.echo(f"lt2: not found from here, the job needs it: {line}", err=True)
+        typer.echo(f"lt2: not found from here, but the job needs it: {line}", err=True)
 
 
 def _follow(client: JobSubmissionClient, job: str, address: str) -> None:
@@ -147,7 +149,7 @@ def _follow(client: JobSubmissionClient, job: str, address: str) -> None:
     try:
         code = follow(client, job, write)
     except KeyboardInterrupt:
-        typer.echo(f"lt2: {job} goes on; lt2 logs|cancel {job} --address {address}", err=True)
+        typer.echo(f"lt2: {job} keeps running; lt2 logs|cancel {job} --address {address}", err=True)
         raise typer.Exit(130) from None
     raise typer.Exit(code)
 

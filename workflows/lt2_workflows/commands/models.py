@@ -56,12 +56,13 @@ def checkpoints(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder, or a folder of checkpoints.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its sha256.")] = False,
     prune: Annotated[
-        str | None, typer.Option(metavar="POLICY", help="Delete the others, e.g. last=2,every=10000,best.")
+        str | None,
+        typer.Option(metavar="POLICY", help="Keep these and delete the others, e.g. last=2,every=10000,best."),
     ] = None,
     json_: JsonOption = False,
     storage: StorageOption = None,
 ) -> None:
-    """List a run's checkpoints; check them; delete those not worth keeping. Exit code 1 if --verify finds damage."""
+    """List, verify or prune a run's checkpoints. Exit code 1 if --verify finds damage."""
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints import inventory
     from lt2_platform.train.checkpoints.retention import Keep
@@ -100,7 +101,7 @@ def bench_help() -> None:
 def bench_mixers(
     dim: Annotated[int, typer.Option(min=1)] = 1024,
     num_heads: Annotated[int, typer.Option("--heads", min=1)] = 16,
-    seq_len: Annotated[int, typer.Option(min=128, help="The longest; lengths double from 512 up to it.")] = 8192,
+    seq_len: Annotated[int, typer.Option(min=128, help="Longest length; lengths double from 512 up to it.")] = 8192,
     mixers: Annotated[
         str,
         typer.Option(
@@ -108,13 +109,16 @@ def bench_mixers(
         ),
     ] = DEFAULT_MIXERS,
     batch: Annotated[int, typer.Option(min=1)] = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if available]")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write OUT.json and the plot OUT.png.")] = None,
     storage: Annotated[
         str | None, typer.Option("--storage", metavar="ROOT", help="Also keep the rows there, for the dashboard.")
     ] = None,
 ) -> None:
-    """Whole mixer layers at your shape: time, memory, cache, and the length from which each beats full attention."""
+    """Time, memory and cache of whole mixer layers at your shape.
+
+    Also the length from which each beats full attention.
+    """
     import torch
 
     from lt2.analysis.layer_bench import bench_layers, crossover, name
@@ -131,7 +135,7 @@ def bench_mixers(
     chosen = read_json(mixers, "--mixers") if listed else [_named(mixer) for mixer in mixers.split(",")]
     for fields in chosen:
         if not isinstance(fields, dict) or "type" not in fields:
-            raise ConfigError(f'--mixers: {json.dumps(fields)} is no mixer; give objects like {{"type": "gdn"}}')
+            raise ConfigError(f'--mixers: {json.dumps(fields)} is not a mixer; give objects like {{"type": "gdn"}}')
     if not any(fields.get("type") == "full" for fields in chosen):
         chosen = [{"type": "full"}, *chosen]
     lengths = doubling(min(512, seq_len), seq_len)

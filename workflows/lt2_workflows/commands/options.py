@@ -18,7 +18,7 @@ StorageOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AskedByOption = Annotated[
     str | None,
-    typer.Option("--template", help="As --chat, by this one: chatml, llama3 or plain.", show_default=False),
+    typer.Option("--template", help="As --chat, with this template: chatml, llama3 or plain.", show_default=False),
 ]
 
 

@@ -13,10 +13,10 @@ from lt2_workflows.commands.options import config_error
 if TYPE_CHECKING:
     from lt2_platform.evaluate.harness.long_context.ruler import Sources
 
-pack_app = typer.Typer(help="Evaluation packs: task data as files, so that no worker asks a hub.", no_args_is_help=True)
+pack_app = typer.Typer(help="Evaluation packs: task data as files, so that workers need no hub.", no_args_is_help=True)
 
 PackArgument = Annotated[str, typer.Argument(metavar="PACK", help="The pack's folder or s3:// prefix.")]
-TokenizerOption = Annotated[str, typer.Option(help="byte, a tokenizer.json or a *.tiktoken: they are made for one.")]
+TokenizerOption = Annotated[str, typer.Option(help="The model's: byte, a tokenizer.json or a *.tiktoken.")]
 EssaysOption = Annotated[str | None, typer.Option(metavar="FOLDER", help="Essays (.txt) to hide needles in.")]
 
 
@@ -30,10 +30,13 @@ def pack_build(
     folder: Annotated[
         str | None, typer.Option("--from", metavar="FOLDER", help="Take every known task found in this folder.")
     ] = None,
-    revision: Annotated[str, typer.Option(help="Recorded: which version of the data this is.")] = "unknown",
-    licence: Annotated[str, typer.Option(help="Recorded: its licence.")] = "unknown",
+    revision: Annotated[str, typer.Option(help="Version of the data, to record.")] = "unknown",
+    licence: Annotated[str, typer.Option(help="Licence of the data, to record.")] = "unknown",
 ) -> None:
-    """Make a pack from files, or add tasks to one; a task that it has already is replaced, and that is said."""
+    """Make a pack from files, or add tasks to one.
+
+    A task that the pack already has is replaced, with a note of it.
+    """
     from lt2_platform.evaluate.harness.tasks import packs
 
     found = packs.discover(folder) if folder else {}
@@ -49,7 +52,7 @@ def pack_build(
     for task in found:
         record = manifest["tasks"][task]
         left_out = ", ".join(record.get("left_out", []))
-        without = f"; left out, for it has no answers: {left_out}" if left_out else ""
+        without = f"; left out, as without answers: {left_out}" if left_out else ""
         typer.echo(f"{task:<20} {_rows(record)}{without}{_replaced(before.get(task), record)}")
 
 
@@ -61,7 +64,7 @@ def _replaced(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
     """What became of the task that the pack had by this name, for whoever meant to add another one."""
     if before is None:
         return ""
-    return "; as it was" if before["splits"] == now["splits"] else f"; in the place of what was there, {_rows(before)}"
+    return "; unchanged" if before["splits"] == now["splits"] else f"; replaces what was there, {_rows(before)}"
 
 
 @pack_app.command("needles")
@@ -74,7 +77,7 @@ def pack_needles(
     samples: Annotated[int, typer.Option(min=1)] = 500,
     seed: int = 42,
 ) -> None:
-    """Make needle-in-a-haystack tasks for one tokenizer and add them to a pack."""
+    """Add needle-in-a-haystack tasks to a pack, for one tokenizer."""
     from lt2_platform.evaluate.harness.long_context.ruler import Sources
 
     add_generated(pack, tokenizer, tasks.split(","), lengths, samples=samples, seed=seed, sources=Sources(essays))
@@ -85,14 +88,14 @@ def pack_ruler(
     pack: PackArgument,
     tokenizer: TokenizerOption,
     essays: EssaysOption = None,
-    squad: Annotated[str | None, typer.Option(metavar="FILE", help="SQuAD's json, as dev-v2.0.json.")] = None,
+    squad: Annotated[str | None, typer.Option(metavar="FILE", help="SQuAD's json, e.g. dev-v2.0.json.")] = None,
     hotpot: Annotated[str | None, typer.Option(metavar="FILE", help="HotpotQA's json, with distractors.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Names, comma-separated. [default: RULER's 13]")] = None,
     lengths: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = "4096",
     samples: Annotated[int, typer.Option(min=1)] = 500,
     seed: int = 42,
 ) -> None:
-    """Make RULER's tasks for one tokenizer and add them to a pack."""
+    """Add RULER tasks to a pack, for one tokenizer."""
     from lt2_platform.evaluate.harness.long_context import ruler
 
     names = ruler.TASKS if tasks is None else tasks.split(",")
@@ -132,7 +135,7 @@ def add_generated(
 
 @pack_app.command("verify")
 def pack_verify(pack: PackArgument) -> None:
-    """Compare every file of a pack with its manifest; exit code 2 if something is wrong."""
+    """Compare every file of a pack with its manifest. Exit code 2 if one differs."""
     from lt2_platform.evaluate.harness.tasks import packs
 
     problems = packs.verify(pack)

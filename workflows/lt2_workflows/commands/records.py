@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from lt2_platform.results.index import Index
     from lt2_platform.storage import Storage
 
-LOST = "its process ended without a word; the same command goes on from what it saved"
+LOST = "its process ended without reporting an error; the same command resumes from what it saved"
 
 
 def status(
     workflow: Annotated[
         str | None,
-        typer.Argument(metavar="WORKFLOW", help="A workflow's id or name; if left out, all but the trials of sweeps."),
+        typer.Argument(metavar="WORKFLOW", help="A workflow's id or name. [default: all but the trials of sweeps]"),
     ] = None,
     storage: StorageOption = None,
     json_: JsonOption = False,
@@ -72,7 +72,7 @@ def report(
 ) -> None:
     """Write a workflow's report, Markdown and one HTML file, into its folder: steps, numbers, curves, sweeps.
 
-    Of several workflows of one name it is of the newest.
+    If several workflows have the name, it is the newest one's.
     """
     from lt2_workflows.engine.records import list_workflows
     from lt2_workflows.report.write import write_report
@@ -96,7 +96,7 @@ def results(
 ) -> None:
     """Show the numbers of runs: metric, step, value, unit, and how the runs' configs differ.
 
-    Of repeated evaluations on one task the newest whole one counts, in tables and figures too; the others say no.
+    Of repeated evaluations on a task, tables and figures use the newest complete one; the others have counts = no.
     """
     from lt2_platform.results.store import ResultsStore
     from lt2_workflows.console import as_json, table
@@ -146,11 +146,11 @@ def runs_named(root: Storage, known: Collection[str], names: Sequence[str], what
 
 
 def note(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a workflow with one.")],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to say of it; nothing ('') takes the note away.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a workflow with one run.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; '' removes all notes.")],
     storage: StorageOption = None,
 ) -> None:
-    """Write a note on a run, for the dashboard to show. In its table of runs stands the newest one."""
+    """Write a note on a run, for the dashboard to show. Its table of runs has the newest note."""
     from lt2.config import ConfigError
     from lt2_platform.results.store import ResultsStore
 

@@ -12,7 +12,7 @@ NameArgument = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="ratio, pattern, level, gate, mixers, loops, state_recall, perhaps with a size (ratio:1.3b); or a RECIPE.",
+        help="ratio, pattern, level, gate, mixers, loops, state_recall, some with a size (ratio:1.3b); or a RECIPE.",
     ),
 ]
 

@@ -119,7 +119,7 @@ def _work(context: StepContext) -> tuple[int, str | None, dict[str, Any]]:
 
 def _storable(result: Any, step: str) -> dict[str, Any]:
     """`result` if done.json can hold it, which others then rely on. Raises ConfigError."""
-    reason = "" if isinstance(result, dict) else "it is no dict"
+    reason = "" if isinstance(result, dict) else "it is not a dict"
     try:
         json.dumps(result)
     except (TypeError, ValueError) as error:

@@ -71,7 +71,7 @@ def run_child(driver: Driver, step: Step, number: int) -> tuple[int, dict[str, A
         last = {"error": f"the process was ended by {signal.Signals(-code).name}"}
         code = FAILED if -code in CRASHES else INFRASTRUCTURE
     elif not last:
-        last = {"error": f"the process ended with code {code} before it could say why"}
+        last = {"error": f"the process ended with code {code} without reporting why"}
         # Code of the step's own that ends its process (os._exit, a library's exit) says nothing of the step.
         if started and code in (DONE, BUSY) and driver.ask(lambda: read_done(driver.storage, step)) is None:
             code = FAILED

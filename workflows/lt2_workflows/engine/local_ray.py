@@ -100,8 +100,8 @@ def _start(**options: Any) -> None:
             _stop()
             if not left:
                 raise NoRayError(
-                    f"Ray did not start on this machine, tried {STARTS} times ({_said(error)}); end what else keeps it "
-                    "busy, look whether memory, disk or processes have run out, and give the same command again"
+                    f"Ray did not start on this machine, tried {STARTS} times ({_said(error)}); stop what else keeps "
+                    "it busy, check free memory, disk and process limits, and run the same command again"
                 ) from error
             log.warning("Ray did not start (%s); starting it again", _said(error))
 
@@ -131,7 +131,7 @@ def unanswered(address: str) -> str:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
         return ""
     except OSError as error:
-        return f"nothing answers at RAY_ADDRESS={address} ({error}); correct it, or unset it for a Ray of one's own"
+        return f"nothing answers at RAY_ADDRESS={address} ({error}); correct it, or unset it to start a local Ray"
 
 
 def connect(address: str, **options: Any) -> None:
@@ -142,7 +142,7 @@ def connect(address: str, **options: Any) -> None:
         with kept(signal.SIGTERM):
             ray.init(address=address, include_dashboard=False, **options)
     except Exception as error:  # as above
-        raise NoRayError(f"no Ray answers at {address} ({_said(error)}); look whether it still runs there") from error
+        raise NoRayError(f"no Ray answers at {address} ({_said(error)}); check that it still runs there") from error
 
 
 def _stop() -> None:

@@ -16,10 +16,10 @@ _RECORDS: dict[str, tuple[Kinds, str]] = {
         {"attempt": int, "ended": NUMBER, "result": dict, "provenance": dict},
         "delete it to run the step again",
     ),
-    "lease.json": (LEASE, "delete it when no process runs this step any more"),
-    "state.json": ({"state": str}, "delete it: only what that attempt says of itself is lost"),
-    "spec.json": ({"needs": dict, "config": dict}, "delete it and run its recipe again, which writes it anew"),
-    "dag.json": ({"workflow": str, "ids": dict}, "delete it and run its recipe again, which writes it anew"),
+    "lease.json": (LEASE, "delete it once no process runs this step"),
+    "state.json": ({"state": str}, "delete it: only that attempt's own record is lost"),
+    "spec.json": ({"needs": dict, "config": dict}, "delete it and run its recipe again, which rewrites it"),
+    "dag.json": ({"workflow": str, "ids": dict}, "delete it and run its recipe again, which rewrites it"),
 }
 
 

@@ -34,7 +34,7 @@ from lt2_workflows.steps.teacher import ImportOuroStep
 
 
 class DistillStep(StepConfig):
-    """One stage: `train.objective` is align (stage 1) or distill (stages 2 and 3).
+    """One stage of distillation: `train.objective` is align (stage 1) or distill (stages 2 and 3).
 
     Attributes:
         teacher: a run or checkpoint with the same attention in every layer.

@@ -11,7 +11,7 @@ from lt2_workflows.graph import Ref, StepConfig, step_type
 
 
 class DocumentStep(StepConfig):
-    """Reports the steps that `steps` names, and all they need. `lt2 report` does the same for a whole workflow."""
+    """Report on the steps named in `steps` and all they need. `lt2 report` does the same for a whole workflow."""
 
     produces: ClassVar[str] = "document"
     type: Literal["document"] = "document"

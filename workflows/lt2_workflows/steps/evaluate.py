@@ -28,8 +28,7 @@ from lt2_workflows.steps.task_inputs import check_lengths, check_templates, firs
 
 
 class EvaluateStep(StepConfig):
-    """Tasks on a checkpoint (or on the newest one of a run), at its own depth or at each of `loops`; where it has an
-    exit gate, also at each of `exit_thresholds`.
+    """Run tasks on a checkpoint (or a run's newest) at its own depth, or at each of `loops` and `exit_thresholds`.
 
     With resources.num_workers above 1, tasks that can use so many copies of the model on Ray. pack: of the harness
     tasks that name none.

@@ -28,7 +28,7 @@ from lt2_workflows.steps.refs import DatasetRef
 
 
 class PrepareStep(StepConfig, PrepareConfig):
-    """Text to a packed, tokenised dataset; see PrepareConfig."""
+    """Tokenise text and pack it into a dataset. Settings: PrepareConfig."""
 
     produces: ClassVar[str] = "dataset"
     uses_ray: ClassVar[bool] = True
@@ -79,7 +79,7 @@ def input_changes(config: PrepareStep, context: StepContext) -> str:
     ]
     if not told:
         return ""
-    return f"{'; '.join(told)}. The dataset and what was made of it {USED_AS_IT_IS}"
+    return f"{'; '.join(told)}. The dataset and what was made from it {USED_AS_IT_IS}"
 
 
 def _if_in_reach(changes: Callable[[], list[str]]) -> list[str]:

@@ -65,7 +65,7 @@ class TrainResources(Resources):
 
 
 class PretrainStep(StepConfig):
-    """Train a looped model; see PretrainConfig. model.vocab_size None follows the data's tokenizer.
+    """Train a looped model; model.vocab_size null takes the size of the data's tokenizer. Settings: PretrainConfig.
 
     start: the run or checkpoint whose weights it begins with, of a model of the same sizes (its optimizer, schedule and
     data begin anew): to go on with longer rows, say, or on other text. None: fresh weights.

@@ -37,7 +37,8 @@ def run_report(config: ReportStep, context: StepContext) -> dict[str, Any]:
     results = [row for row in evaluation["rows"] if not is_reading(row)]  # those are for the dashboard
     rows += [_row(_label(row), row["value"], row.get("unit", ""), _note(row)) for row in results]
     rows.append(_row("parameters", evaluation["parameters"], "", f"applied {evaluation['n_loops']} times"))
-    text = f"\n{config.title}, run {training['run']}\n\n{table(rows, ['metric', 'value', 'unit', 'note'])}\n"
+    shown = [row | {"value": float(row["value"])} for row in rows]  # a count with separators, like other numbers
+    text = f"\n{config.title}, run {training['run']}\n\n{table(shown, ['metric', 'value', 'unit', 'note'])}\n"
     out = f"{context.step.folder}/out"
     context.storage.write_json(f"{out}/report.json", {"title": config.title, "run": training["run"], "rows": rows})
     context.storage.write_bytes(f"{out}/report.txt", text.encode())

@@ -18,7 +18,7 @@ from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
 
 class SelectLayersStep(StepConfig):
-    """Which `count` layers keep attention (paper, Sec. Distilling).
+    """Choose the `count` layers that keep attention (paper, section Distilling).
 
     Attributes:
         method: "kl" ranks by the probes' distance to the teacher; "one_shot" by that of the untrained single-layer

@@ -12,7 +12,7 @@ from lt2_workflows.graph import StepConfig, step_type
 
 
 class StateRecallStep(StepConfig, StateRecallConfig):
-    """See StateRecallConfig."""
+    """Train and test a model on state-based recall. Settings: StateRecallConfig."""
 
     produces: ClassVar[str] = "state_recall"
     type: Literal["state_recall"] = "state_recall"
@@ -55,7 +55,7 @@ def run_state_recall(config: StateRecallStep, context: StepContext) -> dict[str,
                 began = entry["step"]
                 return
             if began:  # told with the first news: nothing else is progress
-                context.progress({"notice": f"goes on from step {began:,}"})
+                context.progress({"notice": f"resumes from step {began:,}"})
                 began = 0
             message = f"{entry['n']} bits, {entry['swaps']} swaps: accuracy {entry['all']:.3f}"
             context.progress({"message": message, "step": entry["step"], "accuracy": entry["all"]})

@@ -31,7 +31,7 @@ def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
     from lt2_platform.evaluate.harness.tasks.packs import require
 
     if not pack:
-        raise ConfigError(f"there is no pack to take {', '.join(names)} from; give one (`lt2 pack build`)")
+        raise ConfigError(f"no pack is given for {', '.join(names)}; set one (`lt2 pack build`)")
     require(pack, names)
 
 
@@ -64,6 +64,5 @@ def check_templates(field: str, known: Sequence[str], model: str) -> None:
         return
     why = f"is trained on several templates ({', '.join(known)})" if known else "is not trained on conversations"
     raise ConfigError(
-        f"{field}.chat is true, and {model} {why}; name a template (chatml, llama3 or plain) to ask it by that, or "
-        "leave chat out"
+        f"{field}.chat is true, and {model} {why}; name a template (chatml, llama3 or plain) to use, or leave chat out"
     )

@@ -60,7 +60,7 @@ class SweepResources(Resources):
 
 
 class SweepStep(StepConfig):
-    """`trials` x `grid` x `seeds` of the recipe whose steps are `steps`.
+    """Run `trials` x `grid` x `seeds` of the recipe whose steps are `steps`.
 
     `grid` maps keys of the recipe to lists of values. `seeds` are written to every one of `seed_keys`; without them the
     recipe's own stay. `match_parameters` names a training step: the FFN width of every trial is then chosen so that its
@@ -258,7 +258,7 @@ def match_parameters(steps: dict[str, Any], step: str, base: Workflow, label: st
     embedded = [(each.model.dim, each.model.tie_embeddings) for each in (given, wanted)]
     if given.model.vocab_size is None and embedded[0] != embedded[1]:
         raise ConfigError(
-            f"{label}: {step}.model: how many parameters another dim or tie_embeddings leaves to the FFN hangs on the "
+            f"{label}: {step}.model: with another dim or tie_embeddings, the FFN's parameters depend on the "
             f"vocabulary; set {step}.model.vocab_size"
         )
     ours = sized(given.model)

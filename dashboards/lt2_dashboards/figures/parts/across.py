@@ -29,7 +29,7 @@ def across(x: X, curve: pa.Table, run: RunInfo, table: pa.Table) -> np.ndarray |
         return (curve["time"].to_numpy() - run.created) / 3600
     logged = table.filter((pc.field("metric") == "tokens") & (pc.field("step") > 0))
     if logged.num_rows == 0:
-        return "it has logged no tokens"
+        return "it logged no tokens"
     at, tokens = logged["step"].to_numpy(), logged["last"].to_numpy()
     spent = np.interp(step, np.append(0, at), np.append(0.0, tokens))
     if x == "tokens":

@@ -41,13 +41,13 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
     names = [run for run, _ in runs]
     notes, refused = [], ""
     if lost := unusable(snapshot, at=at, q=q, metric=metric):
-        notes.append(f"Left out, since their value is NaN or infinite: {first_of(lost)}.")
+        notes.append(f"Left out, because their value is NaN or infinite: {first_of(lost)}.")
     infos = list(snapshot.runs(names).values()) if metric in ("loss", "ce") else []
     if differ := _differ(infos, metric):
         if any(having.get(name) for name in RESULTS[:-1]):  # nobody has asked for the loss
             return choose(source, q, max(RESULTS[:-1], key=lambda name: having[name]))
         refused = (
-            f"{differ}, so their losses are not one quantity. Choose validation_loss or an evaluation as the result, "
+            f"{differ}, so their losses are not comparable. Choose validation_loss or an evaluation as the result, "
             "or filter by objective.type or objective.loops."
         )
     elif metric == "loss":
@@ -55,7 +55,7 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
     if PER_TOKEN.search(metric):
         notes += _scales(snapshot, names, metric)
     if "/" not in metric and (still := _unfinished(snapshot, names)):
-        notes.append(f"Of {still} {'run' if still == 1 else 'runs'} that did not end, it is the last value logged.")
+        notes.append(f"{still} {'run' if still == 1 else 'runs'} did not finish; the last logged value is shown.")
     return Chosen(metric, runs, varying, notes, refused)
 
 
@@ -81,13 +81,13 @@ def mixed_losses(runs: Iterable[RunInfo]) -> list[str]:
     runs = list(runs)
     kinds = sorted({objective_of(run.config) for run in runs})
     if len(kinds) > 1:
-        return [f"Losses of different objectives ({', '.join(kinds)}) are not one quantity."]
+        return [f"Losses of different objectives ({', '.join(kinds)}) are not comparable."]
     more = [run.run_id for run in runs if _holds_more(run)]
     if not more or len(more) == len(runs):
         return []
     return [
-        f"The loss of {first_of(more)} holds more than cross entropy: what mixers (DSA's indexer) or "
-        "halting add. Across these runs compare ce, or a validation result."
+        f"The loss of {first_of(more)} is more than cross entropy: mixers (DSA's indexer) or halting add "
+        "terms. Across these runs compare ce, or a validation result."
     ]
 
 
@@ -102,8 +102,8 @@ def _scales(snapshot: Snapshot, runs: list[str], metric: str) -> list[str]:
     notes, told = text_notes(found), {run for run, row in found if row.get("data")}
     if told != set(runs) and len(_settings(snapshot, runs, "data.fingerprint", "")) > 1:
         notes.append(
-            "These runs read different data (data.fingerprint): losses and perplexities of another text or tokenizer "
-            "have another scale."
+            "These runs read different data (data.fingerprint): losses and perplexities of different texts "
+            "or tokenizers are not comparable."
         )
     return notes
 

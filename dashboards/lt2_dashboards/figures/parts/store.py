@@ -126,7 +126,7 @@ def quick_looks(found: Iterable[Evaluated], tasks: Iterable[str]) -> list[str]:
     wanted = set(tasks)
     limits = {run.run: {limit for task, limit in run.limits.items() if task in wanted} for run in found}
     few = [f"{run} ({few_of(asked)})" for run, asked in limits.items() if asked]
-    return [f"Quick looks, at so many items of a task where others have all: {', '.join(few)}."] if few else []
+    return [f"Quick looks, with a limit of items per task: {', '.join(few)}."] if few else []
 
 
 def evaluated(snapshot: Snapshot, runs: Iterable[str] | None = None) -> list[Evaluated]:

@@ -31,11 +31,11 @@ def text_notes(found: Iterable[tuple[str, Row]]) -> list[str]:
     notes = []
     if several := [run for run, each in rows.items() if texts(each) > 1]:
         notes.append(
-            f"Evaluated on several texts under one name: {first_of(several)}. Of those one counts, at each depth; "
-            "`lt2 results RUN` has them all."
+            f"Evaluated on several texts under one name: {first_of(several)}. One of them counts at each "
+            "depth; `lt2 results RUN` lists all."
         )
     counts = counting((run, row) for run, each in rows.items() for row in each)
     data = sorted({str(row["data"]) for row in counts.values() if row.get("data")})
     if len(data) > 1:
-        notes.append(f"These are of different held-out texts (data {first_of(data)}), so they have different scales.")
+        notes.append(f"Measured on different held-out texts (data {first_of(data)}), so not comparable.")
     return notes

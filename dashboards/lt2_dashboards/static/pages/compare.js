@@ -84,7 +84,7 @@ export function comparePage(main) {
       };
       return h("tr", {}, h("th", { scope: "row" }, key), values.map(cell));
     };
-    const alike = body.elsewhere ? "Models from elsewhere have no settings here to compare." : "These runs have the same settings here.";
+    const alike = body.elsewhere ? "External models have no settings here to compare." : "These runs have the same settings here.";
     const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, alike));
     fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, evaluations), group("Last logged values", body.metrics, numbers))));
     const keys = Object.keys(body.same);
@@ -110,10 +110,10 @@ export function comparePage(main) {
     get(`/api/significance${query({ runs: asked })}`).then(({ body: found }) => {
       if (now !== pairsOf) return; // other runs meanwhile
       pairs = found.pairs;
-      fill(caveat, Object.keys(pairs).length ? h("p", {}, "± is one standard error. p: how often chance alone makes so large a difference from the first run, over the items that both answered; of twenty such differences one is below 0.05 by chance. Seeds are another matter: repeat the run.") : null,
+      fill(caveat, Object.keys(pairs).length ? h("p", {}, "± is one standard error. p: how often chance alone gives so large a difference from the first run on the items both answered; one in twenty is below 0.05 by chance. It says nothing about seeds: repeat the run for that.") : null,
         found.skipped.map((line) => h("p", {}, line)));
       show();
-    }, (error) => fill(caveat, h("p", {}, `Whether the evaluations differ by more than chance is not known: ${error.message}`)));
+    }, (error) => fill(caveat, h("p", {}, `The significance of the differences is not known: ${error.message}`)));
   }
 
   // The difference from the first run, which is the baseline.

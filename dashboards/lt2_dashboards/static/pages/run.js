@@ -18,13 +18,13 @@ const stateOf = ({ status: own, attempt }) => (["running", "stalled"].includes(o
 
 // Why it does not go on, and what to do about it.
 function trouble(state, attempt, log) {
-  const go = "Run the same command again: it goes on from the last checkpoint.";
+  const go = "Run the same command again: it resumes from the last checkpoint.";
   const [title, next] = {
-    failed: ["This run failed", `${attempt?.error ? "Do what the error asks." : "Its log says why."} ${go} With other settings it is another run, and this one stays as it is.`],
+    failed: ["This run failed", `${attempt?.error ? "Do what the error asks." : "Its log says why."} ${go} Other settings start another run and leave this one as it is.`],
     interrupted: ["This run was interrupted", go],
-    infrastructure: ["The machines under this run failed", `It is tried again by itself as often as resources.retries says. After that: ${go.charAt(0).toLowerCase()}${go.slice(1)}`],
-    lost: ["The process of this run ended without a word", go],
-    stalled: ["No word from this run for more than five minutes", `Its process may have died. ${go}`],
+    infrastructure: ["The machines under this run failed", `It is retried automatically up to resources.retries times. After that: ${go.charAt(0).toLowerCase()}${go.slice(1)}`],
+    lost: ["The process of this run ended without reporting an error", go],
+    stalled: ["This run has not reported for more than five minutes", `Its process may have died. ${go}`],
   }[state] ?? [];
   if (!title) return null;
   const details = [attempt?.error, next].filter(Boolean);
@@ -86,7 +86,7 @@ export function runPage(main, run) {
         ["time", body.created ? duration(body.updated - body.created) : null],
         ["remaining", left === null ? null : `${duration(left)}, until ${date(body.updated + left)}`],
         ["started", body.created ? date(body.created) : null],
-        ["last word", body.created ? ago(body.updated) : null],
+        ["last update", body.created ? ago(body.updated) : null],
         ["log", body.attempt ? h("a", { href: log }, "attempts and log") : null],
       ]));
     fill(messages, trouble(state, body.attempt, log),
@@ -100,7 +100,7 @@ export function runPage(main, run) {
     controls.sync();
     if (!body) return;
     const order = [...FIRST.filter((metric) => body.metrics.includes(metric)), ...body.metrics.filter((metric) => !FIRST.includes(metric))];
-    if (!order.length) return fill(grid, h("p", { class: "quiet-note" }, body.created ? "Nothing is logged yet; curves appear with the first steps." : "A model from elsewhere: it was evaluated here, not trained."));
+    if (!order.length) return fill(grid, h("p", { class: "quiet-note" }, body.created ? "Nothing is logged yet; curves appear with the first steps." : "An external model: it was evaluated here, not trained."));
     if (!tiles.size) fill(grid);
     for (const metric of order) {
       if (!tiles.has(metric)) {

@@ -243,7 +243,7 @@ export function runsPage(main) {
 
   function emptyNote(body) {
     if (body.all === 0) {
-      return notice("empty", "No runs yet", `Nothing has been logged under ${body.root}.`, "Start one with:  lt2 run quickstart", "It appears here within seconds; this page keeps looking.");
+      return notice("empty", "No runs yet", `Nothing has been logged under ${body.root}.`, "Start one with:  lt2 run quickstart", "It appears here within seconds; this page updates itself.");
     }
     return h("div", { class: "notice empty" }, h("strong", {}, "No run matches"), h("p", {}, `${body.all.toLocaleString("en")} runs are in the store.`),
       h("button", { type: "button", onclick: () => { search.value = ""; setParams({ q: "", status: "", page: "" }); } }, "Clear the filter"));

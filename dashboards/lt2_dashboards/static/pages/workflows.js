@@ -156,7 +156,7 @@ function stepPanel(parent, id) {
     parent.tick();
     fill(head, h("h2", {}, id), unreadable(body.skipped), attempt?.error && !body.skipped.includes(attempt.error) ? notice("error", attempt.error) : null,
       attempt ? facts([["state", status(attempt.state)], ["time", timeOf(attempt) ? took : null], ["started", date(attempt.started)], ["host", attempt.host], ["code", attempt.provenance?.git?.slice?.(0, 12)],
-        ["run", body.has_run ? h("a", { href: `/runs/${id}` }, "curves") : null]]) : h("p", { class: "quiet-note" }, "No attempt yet: this step waits for the ones it needs."));
+        ["run", body.has_run ? h("a", { href: `/runs/${id}` }, "curves") : null]]) : h("p", { class: "quiet-note" }, "No attempt yet: this step waits for the steps it needs."));
     fill(attempts, body.attempts.length > 1 ? body.attempts.map((other) => h("button", { type: "button", class: "chip", "aria-pressed": String(other.attempt === number_), onclick: () => setParams({ attempt: other.attempt }) }, `attempt ${other.attempt}`, status(other.state))) : null);
     log.hidden = !attempt;
     if (attempt && reading !== number_) {
@@ -178,7 +178,7 @@ function stepPanel(parent, id) {
   function showLog({ text, cut: missing }) {
     const following = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
     setText(log, text === null ? "This attempt has no log yet." : plain(text) || (current.state === "running" ? "The log is empty so far." : "The log is empty: this attempt printed nothing."));
-    setText(cut, missing ? `The first ${number(missing)} bytes are not shown; the whole log is in the storage.` : "");
+    setText(cut, missing ? `The first ${number(missing)} bytes are not shown; the whole log is in storage.` : "");
     if (following) log.scrollTop = log.scrollHeight;
   }
 

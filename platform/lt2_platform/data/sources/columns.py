@@ -35,7 +35,7 @@ def parquet_metadata(file: SourceFile, source: FileSource) -> Any:
     check_columns(file, source, schema.names)
     for column in (*(name for alternatives in source.columns for name in alternatives), *source.optional_columns):
         if schema.names.count(column) > 1:
-            raise ConfigError(f"{file.name} has several columns '{column}'; write it anew with one of that name")
+            raise ConfigError(f"{file.name} has several columns '{column}'; rewrite it with one of that name")
     for column in source.text_columns:
         kind = schema.field(column).type
         if not is_text(kind):

@@ -89,7 +89,7 @@ def _find(
             return f"{printable(name)} has a name that is not UTF-8; rename it"
         if not path.startswith(S3) and os.path.exists(path) and not os.path.isfile(path):
             return (
-                f"{name} is no regular file (a pipe, a socket or a device); remove it"  # to open it may wait for ever
+                f"{name} is not a regular file (a pipe, a socket or a device); remove it"  # opening may wait for ever
             )
         try:
             file = _inspect(name, path, format, sampled)

@@ -161,7 +161,9 @@ def _settings_beside(location: str) -> dict[str, Any]:
         settings = json.loads(fs.cat_file(beside))
         tokens = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "pad")]
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{beside}, beside the tokenizer, is no JSON object ({error}); mend or remove it") from error
+        raise ConfigError(
+            f"{beside}, beside the tokenizer, is not a JSON object ({error}); fix or remove it"
+        ) from error
     if not all(token is None or isinstance(token, str | dict) for token in tokens):
         raise ConfigError(f"{beside}, beside the tokenizer: bos_token, eos_token and pad_token are each a text or null")
     return settings

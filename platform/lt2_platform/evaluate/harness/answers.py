@@ -94,7 +94,7 @@ def check_rows(task: str, format: str, rows: pa.Table, where: str) -> None:
     found = [f"row {index}: {problem}" for index, problem in _problems(task, format, rows)]
     if found:
         more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
-        raise ConfigError(f"{where} {'; '.join(found[:SHOWN])}{more} (rows count from 0); mend them or leave them out")
+        raise ConfigError(f"{where} {'; '.join(found[:SHOWN])}{more} (rows count from 0); fix or leave them out")
 
 
 def _reader(task: str, format: str) -> Callable[[Row], Item] | None:
@@ -112,7 +112,7 @@ def _problems(task: str, format: str, table: pa.Table) -> Iterator[tuple[int, st
         for index, answers in enumerate(table[column].to_pylist()):
             found = [answers] if column == "value" else answers
             if not isinstance(found, list) or not found:
-                yield index, f"{column} {answers!r} is no list of answers"
+                yield index, f"{column} {answers!r} is not a list of answers"
             elif not all(isinstance(answer, str) and answer.strip() for answer in found):
                 yield index, f"an answer of {column} {answers!r} is empty"
         yield from _lengths(table)
@@ -123,15 +123,15 @@ def _problems(task: str, format: str, table: pa.Table) -> Iterator[tuple[int, st
     scored_by_length = format == "choices" or task in NORMALISED
     for index, item in enumerate(_items(read, table)):
         if item is None:
-            yield index, "its choices cannot be read"
+            yield index, "its choices are unreadable"
             continue
         choices, answer, gold = item
         if not choices:
-            yield index, "there is no choice"
+            yield index, "no choices"
         elif scored_by_length and not all(choices):
             yield index, f"a choice of {list(choices)} is empty"
         elif gold is None or not 0 <= gold < len(choices):
-            yield index, f"the answer {answer!r} is none of the {len(choices)} choices"
+            yield index, f"the answer {answer!r} is not among the {len(choices)} choices"
 
 
 def _lengths(table: pa.Table) -> Iterator[tuple[int, str]]:
@@ -139,7 +139,7 @@ def _lengths(table: pa.Table) -> Iterator[tuple[int, str]]:
     lengths = table["max_new_tokens"].to_pylist() if "max_new_tokens" in table.column_names else []
     for index, length in enumerate(lengths):
         if type(length) is not int or length < 1:
-            yield index, f"max_new_tokens {length!r} is no number above 0"
+            yield index, f"max_new_tokens {length!r} is not a number above 0"
         elif length != lengths[0]:
             yield index, f"max_new_tokens {length}, and row 0 has {lengths[0]}: a task has one"
 

@@ -120,7 +120,7 @@ class FolderChat:
         except (TemplateError, ValueError) as error:  # ValueError: several templates, none of them the default
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
-                f"the chat template of {self.tokenizer.name} refuses turns of {roles} ({error}); mend it, or choose "
+                f"the chat template of {self.tokenizer.name} refuses turns of {roles} ({error}); fix it, or choose "
                 "another by name (chat: chatml)"
             ) from error
 
@@ -144,8 +144,8 @@ def chat_of(config: HarnessConfig, source: ModelSource, tokenizer: Tokenizer) ->
         return FolderChat(tokenizer, source.end_ids())
     if not known:
         raise ConfigError(
-            f"chat: {source.place} was not trained on conversations, as far as its checkpoint says; name a template "
-            "(chatml, llama3 or plain) to ask it by that all the same, or evaluate it without"
+            f"chat: according to its checkpoint {source.place} was not trained on conversations; name a template "
+            "(chatml, llama3 or plain) to use it anyway, or evaluate without chat"
         )
     if len(known) > 1:
         raise ConfigError(f"chat: {source.place} was trained on several templates; name one of {', '.join(known)}")

@@ -73,7 +73,7 @@ class HarnessLM(TemplateLM):
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """What lm-eval asks instead of plain text when it is told to ask conversations."""
         if self.chat is None:
-            raise ValueError("there is no chat template to render a conversation by")
+            raise ValueError("there is no chat template to render a conversation with")
         return self.chat.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -153,7 +153,8 @@ class FolderTokenizer:
 
         if not gguf and not any(any(Path(folder).glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")):
             raise ConfigError(
-                f"{folder} has no tokenizer; the export of a model of bytes has none: evaluate its checkpoint instead"
+                f"{folder} has no tokenizer. If it is the export of a byte-level model, such as "
+                "quickstart's, evaluate the run or checkpoint it was exported from: lt2 eval RUN --pack PACK"
             )
         options = {"gguf_file": gguf} if gguf else {}
         return cls(AutoTokenizer.from_pretrained(folder, **options), Path(folder).name)

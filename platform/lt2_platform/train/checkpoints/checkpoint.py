@@ -121,7 +121,7 @@ def write(
         try:
             drop(folder, Keep(keep) if isinstance(keep, int) else keep, pinned(), newest=name)
         except STORAGE_ERRORS as error:  # of old ones: no reason to take back what is written
-            log.warning("old checkpoints in %s are not dropped (%s); the next save tries again", folder, error)
+            log.warning("old checkpoints in %s were not deleted (%s); the next save tries again", folder, error)
 
     on_rank_zero(lambda: delete(folder, name), group)  # what a kill or a damaged file left under this name
     try:

@@ -61,14 +61,14 @@ def check_continues(
     data: the fingerprint of the dataset to train on; None where it is not known yet. live: it is tokenised while
     training, where the place is one of as many lanes as a batch has sequences.
     """
-    advice = "`start` begins with its weights alone"
+    advice = "use `start` to take only its weights"
     if not info.train:
         raise CheckpointError(f"{info.uri} was not trained here and holds weights only; {advice}")
     check_matches(info, config, tokenizer, advice)
     if info.state.step >= train.steps:
         raise CheckpointError(f"{info.uri} has {info.state.step:,} steps already; raise train.steps beyond that")
     if None not in (data, info.data) and info.data != data:
-        raise CheckpointError(f"{info.uri} was trained on another dataset, in which its place is; {advice}")
+        raise CheckpointError(f"{info.uri} was trained on another dataset, whose position it records; {advice}")
     lanes = [("global_batch_size", info.train.get("global_batch_size"), train.global_batch_size)] if live else []
     for field, theirs, ours in (
         ("seed", info.train.get("seed"), train.seed),

@@ -39,7 +39,7 @@ class Keep:
         fields: dict[str, Any] = {"last": 1, "best": False}
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if not parts:  # an unset variable, not a wish to lose all but one
-            raise ConfigError("the keep policy is empty; give last=N, every=N or best, with commas between")
+            raise ConfigError("the keep policy is empty; give last=N, every=N or best, comma-separated")
         for part in parts:
             name, _, value = part.partition("=")
             if part == "best":

@@ -166,7 +166,7 @@ class Saver:
 
     def _succeeded(self, state: TrainState, uri: str) -> None:
         if self.refused_since is not None:
-            log.warning("step %d is saved; storage takes writes again", state.step)
+            log.warning("step %d is saved; storage accepts writes again", state.step)
         self.saved, self.refused_since, self.wait = state.step, None, FIRST_RETRY_SECONDS
         if self.report is None:
             return
@@ -189,7 +189,7 @@ class Saver:
                 f"no checkpoint could be written to {self.folder} for {since:.0f} s (train.save_patience_s): {error}"
             ) from error
         log.error(
-            "CHECKPOINT NOT WRITTEN at step %d (%s). Training goes on, the next try is in %.0f s; for %.0f s now, "
+            "CHECKPOINT NOT WRITTEN at step %d (%s). Training continues, next try in %.0f s; failing for %.0f s now, "
             "the run fails after %.0f s", state.step, error, self.wait, since, self.config.save_patience_s,
         )  # fmt: skip
 

@@ -136,7 +136,7 @@ class SideEvaluations:
             try:
                 self.look()
             except STORAGE_ERRORS as error:
-                log.warning("the evaluations of this run are not looked after (%s); trying again", error)
+                log.warning("the evaluations of this run are not being tracked (%s); trying again", error)
 
 
 @portably

@@ -130,7 +130,7 @@ def pretrain(
                 except PreemptedError:
                     if request.asked.is_set():
                         raise
-                    log.warning("a worker was told to end (SIGTERM): the run is saved and goes on with new workers")
+                    log.warning("a worker was asked to end (SIGTERM): the run is saved and continues with new workers")
             request.possible.clear()  # evaluations that are left can be ended at once: all is saved
     return patiently(lambda: close_run(spec, result))
 
@@ -282,7 +282,7 @@ def _followed(storage: Storage, progress: Progress, waits: threading.Event) -> I
             return
         anew = values["began"] != seen.get("began") or values["step"] <= seen["step"]
         if anew and values["began"]:
-            progress({"notice": f"goes on from step {values['began']:,} of {values['steps']:,}"})
+            progress({"notice": f"resumes from step {values['began']:,} of {values['steps']:,}"})
         seen.update(values)
         progress({key: value for key, value in values.items() if key not in ("began", "time")})
 

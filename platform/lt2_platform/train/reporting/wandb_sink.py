@@ -69,7 +69,7 @@ class WandbSink:
         self.rows.put(None)
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive():
-            log.warning("wandb has not finished in %.0f s; going on without it", FINISH_SECONDS)
+            log.warning("wandb has not finished in %.0f s; continuing without it", FINISH_SECONDS)
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         if self.thread.is_alive() and self.rows.qsize() < WAITING_ROWS:
@@ -90,4 +90,4 @@ class WandbSink:
             finally:
                 run.finish()
         except Exception as error:  # a service down, a full disk, a key revoked, wandb itself: training must not notice
-            log.warning("wandb failed (%s); training goes on, the results store has every metric", error)
+            log.warning("wandb failed (%s); training continues, and the results store has every metric", error)

@@ -63,7 +63,7 @@ class Watchdog:
         now = time.monotonic()
         if self.began is not None:
             if self.barked:
-                log.warning("rank %d: step %d went on after %.0f s", self.rank, self.step, now - self.began)
+                log.warning("rank %d: step %d resumed after %.0f s", self.rank, self.step, now - self.began)
             self.seconds.append(now - self.began)
         self.step, self.began, self.barked = done + 1, now, False
 
@@ -74,7 +74,7 @@ class Watchdog:
                 continue
             self.barked = True
             log.error(
-                "rank %d: step %d has been running for %.0f s, %.0f s are usual; stacks of all threads:\n%s",
+                "rank %d: step %d has been running for %.0f s instead of the usual %.0f s; stacks of all threads:\n%s",
                 self.rank, step, time.monotonic() - began, statistics.median(self.seconds or [0.0]), stacks(),
             )  # fmt: skip
 

@@ -122,7 +122,7 @@ def make_latin1(path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (make_pipe, r"/p\.txt is no regular file \(a pipe, a socket or a device\); remove it$"),
+        (make_pipe, r"/p\.txt is not a regular file \(a pipe, a socket or a device\); remove it$"),
         (make_loop, r"/p\.txt cannot be read \(Too many levels of symbolic links\); make it readable or remove it$"),
         (make_latin1, r"/caf\\udce9\.txt has a name that is not UTF-8; rename it$"),
     ],
@@ -227,7 +227,5 @@ def test_parquet_column_errors(tmp_path):
         plan_units([bad], TEXT)
     twice = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
     pq.write_table(twice, tmp_path / "x.parquet")
-    with pytest.raises(
-        ConfigError, match=r"x\.parquet has several columns 'text'; write it anew with one of that name"
-    ):
+    with pytest.raises(ConfigError, match=r"x\.parquet has several columns 'text'; rewrite it with one of that name"):
         plan_units([good], TEXT)

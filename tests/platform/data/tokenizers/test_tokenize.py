@@ -176,8 +176,8 @@ def test_a_model_has_a_row_for_the_largest_id_where_ids_have_gaps(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{bad", r"tokenizer_config\.json, beside the tokenizer, is no JSON object \(.*\); mend or remove it"),
-        ("[]", r"tokenizer_config\.json, beside the tokenizer, is no JSON object \(.*\); mend or remove it"),
+        ("{bad", r"tokenizer_config\.json, beside the tokenizer, is not a JSON object \(.*\); fix or remove it"),
+        ("[]", r"tokenizer_config\.json, beside the tokenizer, is not a JSON object \(.*\); fix or remove it"),
         ('{"eos_token": ["</s>"]}', r"bos_token, eos_token and pad_token are each a text or null"),
         ('{"eos_token": "<end>"}', r"has no token '<end>', which tokenizer_config\.json beside it names as eos_token"),
         ('{"bos_token": {"content": "<b>"}}', r"has no token '<b>', which .* names as bos_token"),

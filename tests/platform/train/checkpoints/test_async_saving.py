@@ -95,7 +95,7 @@ def test_a_refusal_in_the_background_is_retried_with_the_state_of_then(tmp_path,
     slow.free.set()
     worker.run(open_run(tmp_path, pretrain_config(steps=4, checkpoint_every=4)))
     assert "CHECKPOINT NOT WRITTEN at step 4 (rank 0: [Errno 28] No space left on device" in caplog.text
-    assert "step 4 is saved; storage takes writes again" in caplog.text
+    assert "step 4 is saved; storage accepts writes again" in caplog.text
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
 
 

@@ -120,7 +120,7 @@ def test_old_checkpoints_that_cannot_be_deleted_cost_no_new_one(tmp_path, monkey
     write_dataset(tmp_path / "data")
     worker.run(open_run(tmp_path, pretrain_config(steps=4, save_patience_s=0)))
     assert checkpoints(tmp_path / "run") == ["step-00000002", "step-00000004"]
-    assert "are not dropped ([Errno 39] Directory not empty); the next save tries again" in caplog.text
+    assert "were not deleted ([Errno 39] Directory not empty); the next save tries again" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_training_goes_on_and_saves_as_soon_as_storage_is_back(tmp_path, undistu
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == checkpoints(tmp_path / "run")
     assert losses(tmp_path) == losses(undisturbed)
     assert "CHECKPOINT NOT WRITTEN at step 3 (rank 0: [Errno 28] No space left on device" in caplog.text
-    assert "step 5 is saved; storage takes writes again" in caplog.text
+    assert "step 5 is saved; storage accepts writes again" in caplog.text
 
 
 def test_a_late_save_of_a_step_that_is_evaluated_knows_its_loss(tmp_path, monkeypatch):

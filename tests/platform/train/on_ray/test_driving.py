@@ -64,7 +64,7 @@ def test_where_training_goes_on_from_is_told_once_in_each_of_its_lives(tmp_path,
             storage.write_json("progress.json", {"began": began, "step": step, "steps": 1200, "time": 1.0})
             while len(heard) == count or "notice" in heard[-1]:
                 time.sleep(0.002)
-    notice = {"notice": "goes on from step 1,000 of 1,200"}
+    notice = {"notice": "resumes from step 1,000 of 1,200"}
     told = [[notice] if (began, step) == (1000, 1001) else [] for began, step in lives]
     assert heard == [
         each for (_, step), notices in zip(lives, told) for each in (*notices, {"step": step, "steps": 1200})

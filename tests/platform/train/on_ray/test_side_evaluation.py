@@ -245,7 +245,7 @@ def test_a_store_that_is_away_for_a_while_ends_no_watching(trained, monkeypatch,
     monkeypatch.setattr(side, "look", look)
     side._run()
     assert len(looks) == 2
-    assert "are not looked after (Could not connect" in caplog.text
+    assert "are not being tracked (Could not connect" in caplog.text
 
 
 def test_the_end_of_training_waits_for_a_store_that_is_away(trained, monkeypatch):

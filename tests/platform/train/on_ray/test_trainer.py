@@ -164,7 +164,7 @@ def test_sigterm_to_a_worker_and_a_request_to_stop_save_and_nothing_is_lost(tmp_
     first, second = saved()
     assert first < second == step
     notices = [values["notice"] for values in seen if "notice" in values]
-    assert notices == [f"goes on from step {at} of {STEPS}" for at in (first, second)]
+    assert notices == [f"resumes from step {at} of {STEPS}" for at in (first, second)]
     assert_equal_runs(tmp_path, on_ranks)
     writers = {name.split("-")[1] for name in list_parts(Storage(str(tmp_path)), "run")}
     assert writers == {"0001", "0002", "0003"}

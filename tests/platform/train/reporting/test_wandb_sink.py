@@ -70,7 +70,7 @@ def test_wandb_that_fails_costs_a_warning(tmp_path, monkeypatch, caplog):
     with WandbSink("run", str(tmp_path), {}) as sink:
         sink.thread.join()
         sink.on_step(TrainState(step=1), {"loss": 1.0})
-    assert "wandb failed (no route to host); training goes on" in caplog.text
+    assert "wandb failed (no route to host); training continues" in caplog.text
 
 
 def test_wandb_that_hangs_never_holds_a_step_and_at_the_end_only_for_a_while(tmp_path, monkeypatch, caplog):

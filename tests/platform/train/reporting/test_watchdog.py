@@ -35,7 +35,7 @@ def test_a_stalled_data_iterator_is_shown_and_the_run_goes_on(tmp_path, monkeypa
     monkeypatch.setattr("lt2_platform.train.reporting.watchdog.Watchdog.limit_s", lambda self: self.floor_s)
     worker.run(spec)
     assert "in stalling" in caplog.text  # the stack says where
-    assert "rank 0: step 5 went on after" in caplog.text
+    assert "rank 0: step 5 resumed after" in caplog.text
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
     assert not any(thread.name == "lt2-watchdog" for thread in threading.enumerate())
 

@@ -98,7 +98,7 @@ def drawing(name: str, length: int, seed: int, sources: Sources) -> tuple[Draw, 
     if name == "ruler_fwe":
         return lambda units, index: frequent_words(units, length, rng_of(seed, name, index)), FEWEST_CODED, length, None
     words = vocabulary(sources.essays)
-    too_few = f"there are {len(words):,} words; give --essays, whose words are taken too"
+    too_few = f"only {len(words):,} words (--essays adds more)"
     few = 20 if length < 4096 else 40  # words of the worked example
     return (
         lambda units, index: common_words(units, few, words, rng_of(seed, name, index)),

@@ -103,7 +103,7 @@ def discover(folder: str) -> dict[str, str]:
     if not found:
         usual = ", ".join(upstream.folders[0] for upstream in UPSTREAM.values())
         inside = [str(path) for path in sorted(root.iterdir()) if _known_tasks(path)] if root.is_dir() else []
-        advice = f"{' and '.join(inside)} has: give that" if inside else f"they are looked for in {usual}"
+        advice = f"{' and '.join(inside)} has: give that" if inside else f"it is expected in {usual}"
         raise ConfigError(f"{folder} has no data of a known task; {advice}. Or give TASK=PATH")
     return found
 
@@ -147,8 +147,8 @@ def require(pack: str, tasks: Sequence[str]) -> dict[str, Any]:
     missing = [task for task in tasks if task not in have]
     if missing:
         raise ConfigError(
-            f"pack {pack} has no {', '.join(missing)}; build with {_commands(pack, missing)}, or evaluate what it has: "
-            f"tasks={','.join(sorted(have))}"
+            f"pack {pack} has no {', '.join(missing)}; add them with {_commands(pack, missing)}, or evaluate what it "
+            f"has: tasks={','.join(sorted(have))}"
         )
     return {task: have[task] for task in tasks}
 

@@ -34,8 +34,8 @@ def read_source(task: str, place: str) -> dict[str, pa.Table]:
     parts = {name_in_file(task, path): [path]} if path.is_file() else parts_of(task, path)
     if not parts:
         raise ConfigError(
-            f"{task}: {place} is no folder of `datasets` (save_to_disk) with {', '.join(SPLITS)}, and has no parquet "
-            "or jsonl files named by split"
+            f"{task}: {place} is not a folder of `datasets` (save_to_disk) with {', '.join(SPLITS)}, and has no "
+            "parquet or jsonl files named by split"
         )
     tables = {
         split: joined(task, split, {part: read_part(task, part) for part in found}) for split, found in parts.items()
@@ -89,7 +89,7 @@ def read_part(task: str, path: Path) -> pa.Table:
         return pa.Table.from_pylist(read_lines(task, path, path.read_bytes().decode().split("\n")))
     except (UnicodeDecodeError, pa.ArrowException, OSError) as error:
         raise ConfigError(
-            f"{task}: {path} cannot be read ({error}); give a whole file whose rows are all of one kind"
+            f"{task}: {path} cannot be read ({error}); give a complete file whose rows share one schema"
         ) from error
 
 
@@ -103,7 +103,7 @@ def read_lines(task: str, path: Path, lines: Sequence[str]) -> list[dict]:
         except json.JSONDecodeError as error:
             raise ConfigError(f"{task}: {path}:{number} is not JSON ({error.msg})") from None
         if not isinstance(row, dict):
-            raise ConfigError(f'{task}: {path}:{number} is no row; a row is an object, such as {{"query": "…", …}}')
+            raise ConfigError(f'{task}: {path}:{number} is not a row; a row is an object, such as {{"query": "…", …}}')
         rows.append(row)
     return rows
 

@@ -169,5 +169,5 @@ def suite_tasks(suite: str | None, tasks: tuple[str, ...]) -> tuple[str, ...]:
     if suite is None:
         return tasks
     if suite not in SUITES:
-        raise ConfigError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}, or give tasks=NAME,NAME")
+        raise ConfigError(f"unknown suite {suite!r}; choose from {', '.join(SUITES)}, or give tasks=NAME,NAME")
     return SUITES[suite]
