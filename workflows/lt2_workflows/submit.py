@@ -88,7 +88,9 @@ def submit(client: JobSubmissionClient, workflow: Workflow, storage_root: str, p
         number = 1
         for job, status in attempts(client, known):
             if status not in ENDED:
-                raise ConfigError(f"{job} is {status.lower()}; `lt2 logs {job}` follows it, `lt2 cancel {job}` stops it")
+                raise ConfigError(
+                    f"{job} is {status.lower()}; `lt2 logs {job}` follows it, `lt2 cancel {job}` stops it"
+                )
             number = attempt_number(job) + 1
         # PYTHONSAFEPATH reaches only processes that Ray starts for us; -P is the same for the first one.
         command = [python, "-P", "-m", "lt2_workflows.cli", "run", RECORD, "--storage", storage_root]
