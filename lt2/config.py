@@ -56,7 +56,7 @@ class MixerConfig(Extension):
         if isinstance(name, str) and not hasattr(cls, "weights"):
             raise ConfigError(f"mixer {cls.__name__} has no `weights`: the name of its parameters, such as its type")
         if name in METRICS:
-            raise ConfigError(f"mixer {cls.__name__} has the type {name!r}, the name of a metric; call it otherwise")
+            raise ConfigError(f"mixer {cls.__name__} has the type {name!r}, the name of a metric; rename it")
 
     def check(self, dims: Dims) -> None:
         """Raise ValueError, naming the rule and the values, when this mixer cannot be built at `dims`."""

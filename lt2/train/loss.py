@@ -228,7 +228,7 @@ def checked(name: str, objective: Any) -> Objective:
             raise ConfigError(f"{wanted}; it returned {_kind(returned)}")
         loss, n_tokens, metrics = returned
         for key in sorted(LOOP_METRICS & metrics.keys()):
-            raise ConfigError(f"objective {name!r} has a metric {key!r}, which is the loop's own; call it otherwise")
+            raise ConfigError(f"objective {name!r} has a metric {key!r}, which the loop uses itself; rename it")
         always = set(metrics) if always is None else always
         for key in sorted(always ^ metrics.keys()):  # ranks add them up by place, micro-batches by name
             raise ConfigError(

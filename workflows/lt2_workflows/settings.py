@@ -26,7 +26,7 @@ def describe_settings(workflow: Workflow, step: str | None = None) -> str:
         lines = [f"  {f'{key}={value}':<{min(width, 64)}}  {others}".rstrip() for key, value, others in found]
         blocks.append("\n".join([f"{name} ({config.type}): {first_sentence(type(config).__doc__)}", *lines]))
         if isinstance(config, SweepStep):
-            blocks.append("Of every trial (--set of `lt2 sweep` takes these; what trials differ in is above):")
+            blocks.append("Settings of every trial, for --set of `lt2 sweep`; what trials differ in is above:")
             blocks.append(describe_settings(workflow_of(config, "recipe", config.steps)))
     return "\n\n".join(blocks)
 

@@ -114,5 +114,5 @@ def same_tokenizer(tokenizer: dict[str, Any], found: dict[str, Any], data: str, 
     if found["sha256"] != tokenizer.get("sha256"):
         raise ConfigError(
             f"the model {model} was trained with tokenizer {tokenizer.get('name')!r}, {data} was prepared with "
-            f"{found['name']!r} of another content; prepare the data with the model's"
+            f"{found['name']!r} with different content; prepare the data with the model's"
         )

@@ -148,7 +148,7 @@ def test_an_objective_of_ones_own_trains_from_its_file(tmp_path, model):
         (
             "metrics\n    return",
             "{'n_tokens': n_tokens / 2}\n    return",
-            "has a metric 'n_tokens', which is the loop's own",
+            "has a metric 'n_tokens', which the loop uses itself",
         ),
         ("metrics\n    return", "{'request': loss}\n    return", "has a metric 'request'"),
         ("config.factor * loss, n_tokens, metrics", "loss", r"it returned a tensor of \(\)$"),

@@ -266,7 +266,7 @@ def test_a_training_step_says_its_settings_what_happened_and_what_others_evaluat
     assert "grad_clip" not in text
     assert "| rollback | 7 | step 7: loss nan |" in text
     assert "| evaluation |  | step-5 failed: out of memory |" in text
-    assert "What else the results store has of this run" in text  # a stage's own distance to its teacher, too
+    assert "Other results of this run" in text  # a stage's own distance to its teacher, too
     assert "| result | value | loops | items |" in text
     assert "| validation/piqa/acc | 0.6250 ± 0.0125 | 2 | 1,838 |" in text
     assert "validation/arc_easy" not in text

@@ -113,7 +113,7 @@ def test_the_table_has_what_a_configuration_cost(store):
     assert sorted(logged) == sorted([("PPL", 3.0), ("training_flops", first + second)] * 2), "once for each sweep"
     table = write_table(sweep, records, context)["text"]
     assert "training FLOPs" in table
-    assert table.rstrip().endswith("add --seeds 0,1 (what is trained is kept).")
+    assert table.rstrip().endswith("add --seeds 0,1 (finished trials are kept).")
     for seeds in ((3,), (0, 1)):
         told = write_table(sweep.model_copy(update={"seeds": seeds}), records, context)["text"]
         assert ("One seed each" in told) == (len(seeds) == 1)

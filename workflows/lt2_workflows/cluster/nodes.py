@@ -25,7 +25,7 @@ def main(address: str, seconds: str, *names: str) -> int:
         if time.monotonic() > deadline:
             print(
                 f"lt2: after {seconds} s, {len(missing)} of {len(names)} nodes have not joined Ray: "
-                f"{', '.join(sorted(missing))}; what `ray start` said there is above. Look at them, leave them out "
+                f"{', '.join(sorted(missing))}; the output of `ray start` there is above. Check them, exclude them "
                 f"(sbatch --exclude={','.join(sorted(missing))}), or wait longer (LT2_NODES_S)",
                 file=sys.stderr,
             )

@@ -188,7 +188,7 @@ def _identity(run: Any, row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def evaluation_parts(rows: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
-    yield "What else the results store has of this run (± is one standard error):"
+    yield "Other results of this run (± is one standard error):"
     columns = ["result", "value", "loops", "items", "limit", "data", "unit"]
     lines = []
     for row in sorted(rows, key=lambda row: row["result"]):

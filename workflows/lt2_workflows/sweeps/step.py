@@ -275,8 +275,7 @@ def _notes(config: SweepStep) -> Iterator[str]:
     if len(config.seeds) > 1:
         yield "± is the standard deviation over seeds. " + ablations.P_MEANS
     else:
-        chance = "One seed each, so nothing says how much of a difference is chance"
-        yield f"{chance}: add --seeds 0,1 (what is trained is kept)."
+        yield "One seed each, so any difference may be chance: add --seeds 0,1 (finished trials are kept)."
 
 
 def _why(record: Mapping[str, Any]) -> str:

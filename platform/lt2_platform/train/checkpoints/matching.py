@@ -43,7 +43,7 @@ def check_matches(
     if info.tokenizer.get("sha256") != tokenizer.get("sha256"):
         raise CheckpointError(
             f"{info.uri}: trained with tokenizer {info.tokenizer.get('name')!r}, the data was made with "
-            f"{tokenizer.get('name')!r} of another content; prepare the data again or {advice}"
+            f"{tokenizer.get('name')!r} with different content; prepare the data again or {advice}"
         )
 
 
