@@ -98,6 +98,9 @@ def fill_paper(root: Path) -> ResultsStore:
     add(store, "wide", hybrid(ratio="1:1"), at=400.0, validation=scores(12.0, 0.4, 4000))
     add(store, "plain", uniform("full"), at=500.0, validation=scores(13.0, 0.3, 500) + cells(
         {(1, 1024): 50.0, (1, 2048): 40.0, (8, 1024): 20.0, (8, 2048): None}), diagnostics=readings(4, 5))  # fmt: skip
+    places = [{"task": "positions", "metric": "loss", "value": 4.0 - n, "n_loops": 4, "early_exit": False, "length": 4,
+               "first": 2**n // 2 + 1, "position": 2**n, "n": 10 * 2**n} for n in range(3)]  # fmt: skip
+    store.log_eval("plain", "positions", places)
     masks = [{"type": "full"}, *({"type": "window", "window": window} for window in (64, 32, 16))]
     add(store, "narrowing", {"type": "loops", "mixers": masks}, at=600.0, validation=scores(10.5, None, 1000))
     stage = [
