@@ -27,7 +27,8 @@ from pydantic import ValidationError
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "platform")]
 
-from lt2.config import ConfigError, explain  # noqa: E402
+from lt2.config import ConfigError  # noqa: E402
+from lt2.explain import explain  # noqa: E402
 from lt2.train.loop import PreemptedError  # noqa: E402
 from lt2_platform.distill.measure import check_held_out, log_distance  # noqa: E402
 from lt2_platform.distill.run import DistillRun, check_tokenizer, plan_stage  # noqa: E402

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from lt2.analysis.parity import CHECKS, TOLERANCE, Sample
-from lt2.config import ConfigError, MixerConfig, explain, load_source, mixer_types
+from lt2.config import ConfigError, MixerConfig, load_source, mixer_types
+from lt2.explain import explain
 from lt2.model import build
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lt2.analysis.accounting import cache_bytes
 from lt2.analysis.timing import repeat_seconds
-from lt2.config import ConfigError, ModelConfig, UniformLayout, explain
+from lt2.config import ConfigError, ModelConfig, UniformLayout
+from lt2.explain import explain
 from lt2.model import LoopedLM, build
 
 

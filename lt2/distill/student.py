@@ -13,7 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from lt2.config import ActHalting, ConfigError, ExitGate, KeptLayout, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.config import ActHalting, ConfigError, ExitGate, KeptLayout, MixerConfig, ModelConfig, UniformLayout
+from lt2.explain import explain
 from lt2.layout import of_each_loop
 from lt2.mixer_configs import DSAConfig
 from lt2.mixers.shared import fused_heads

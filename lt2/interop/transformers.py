@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
-from lt2.config import ConfigError, ModelConfig, explain
+from lt2.config import ConfigError, ModelConfig
+from lt2.explain import explain
 from lt2.init import init_weights
 from lt2.interop.requests import LoopedCache, looped, packed_documents, valid_tokens
 from lt2.model import Block, LoopedLM

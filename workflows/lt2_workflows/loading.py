@@ -17,7 +17,8 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, explain, load_source, mistakes
+from lt2.config import ConfigError, load_source
+from lt2.explain import explain, mistakes
 from lt2.extension import SHIPPED, THEIRS, Extension
 from lt2_platform.wording import nearest, one_line
 from lt2_workflows.graph import STEP_TYPES, StepConfig, Workflow, configs_within

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, ModelConfig, explain
+from lt2.config import ConfigError, ModelConfig
+from lt2.explain import explain
 from lt2.train.objectives import NextTokenConfig, ObjectiveConfig
 from lt2_platform.results.tables import RunInfo
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from lt2.config import Config, ConfigError, ModelConfig, explain
+from lt2.config import Config, ConfigError, ModelConfig
+from lt2.explain import explain
 from lt2.train.config import TrainConfig
 from lt2_platform.evaluate.config import AnyTask, Depths, ExitThresholds, PerplexityConfig
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from lt2.config import ConfigError, Dims, MixerConfig, ModelConfig, explain, load_source, mixer_types
+from lt2.config import ConfigError, Dims, MixerConfig, ModelConfig, load_source, mixer_types
+from lt2.explain import explain
 from lt2.layout import layout as layout_of
 from lt2.mixers import build_mixer
 

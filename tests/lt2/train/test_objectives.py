@@ -11,8 +11,9 @@ import torch
 from pydantic import ValidationError
 
 from lt2.analysis.accounting import objective_flops, training_flops, warmup_flops
-from lt2.config import ActHalting, ConfigError, MixerConfig, ModelConfig, UniformLayout, explain
+from lt2.config import ActHalting, ConfigError, MixerConfig, ModelConfig, UniformLayout
 from lt2.distill.student import student_config
+from lt2.explain import explain
 from lt2.mixer_configs import FullConfig
 from lt2.model import build
 from lt2.train.config import TrainConfig, check_model

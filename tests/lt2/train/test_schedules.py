@@ -3,7 +3,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from lt2.config import explain
+from lt2.explain import explain
 from lt2.train.config import TrainConfig
 from lt2.train.schedules import ConstantSchedule, LinearSchedule, WSDSchedule, learning_rate
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PositiveInt, ValidationError
 
-from lt2.config import Config, ConfigError, explain
+from lt2.config import Config, ConfigError
+from lt2.explain import explain
 
 
 def _no_credentials(value: str) -> str:

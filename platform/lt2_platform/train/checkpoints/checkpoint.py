@@ -25,7 +25,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from lt2.config import ConfigError, ModelConfig, explain
+from lt2.config import ConfigError, ModelConfig
+from lt2.explain import explain
 from lt2.model import LoopedLM
 from lt2.packages import version_of
 from lt2.train.loop import TrainState
