@@ -27,6 +27,9 @@ def test_every_key_is_listed_with_its_value_and_what_else_it_takes():
     mixer, others = found["pretrain.model.layout.mixer.type"]
     assert mixer == "gdn"
     assert {"kda", "window"} <= set(others.split(", "))
+    assert "gdn" not in others.split(", ")
+    assert found["pretrain.train.activation_checkpoint"] == ("false", "true, selective, loop")
+    assert found["pretrain.train.keep_gathered"] == ("true", "false, auto")
     assert "pretrain.model.layout.mixer.conv_size" in found
     assert "pretrain.type" not in found  # a step stays what it is
 

@@ -36,10 +36,8 @@ def _rows(key: str, config: Config, plain: dict[str, Any]) -> Iterator[tuple[str
     for name, field in type(config).model_fields.items():
         value, here = getattr(config, name), f"{key}.{name}"
         if not isinstance(value, Config):
-            others = (
-                _kinds(config) if name == "type" else [each for each in _literals(field.annotation) if each != value]
-            )
-            yield here, _text(plain[name]), _either(others)
+            kinds = _kinds(config) if name == "type" else _literals(field.annotation)
+            yield here, _text(plain[name]), _either([each for each in kinds if each != value])
             continue
         tags = _tags(field.annotation)
         for inner, text, others in _rows(here, value, plain[name]):
@@ -57,10 +55,10 @@ def _either(values: list[Any]) -> str:
 
 
 def _literals(annotation: Any) -> list[Any]:
-    """The values of the Literals in an annotation."""
+    """The values of the Literals in an annotation, and of a bool beside others."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
-    return [value for part in get_args(annotation) for value in _literals(part)]
+    return [value for part in get_args(annotation) for value in ([False, True] if part is bool else _literals(part))]
 
 
 def _tags(annotation: Any) -> list[str]:
