@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-cluster = typer.Typer(help="Files that bring up a Ray cluster.", no_args_is_help=True, rich_markup_mode=None)
+from lt2_workflows.commands.overview import Group
+
+cluster = typer.Typer(cls=Group, help="Files that bring up a Ray cluster.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @cluster.command()

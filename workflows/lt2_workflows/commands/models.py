@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lt2_workflows.commands.options import JsonOption, StorageOption, chosen_device
+from lt2_workflows.commands.overview import Group
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
 
-bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(cls=Group, help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 DEFAULT_MIXERS = "full,window,gdn,kda,deltanet,mamba2,gla,retnet"
 

@@ -38,6 +38,14 @@ class Overview(TyperGroup):
                 formatter.write_dl([(f"{name:<{width}}", first_sentence(self.commands[name].help)) for name in names])
 
 
+class Group(TyperGroup):
+    """The commands of a group, in the same way."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, first_sentence(self.commands[name].help)) for name in self.list_commands(ctx)])
+
+
 def first_sentence(help_: str | None) -> str:
     text = " ".join(inspect.cleandoc(help_ or "").split("\n\n")[0].split())
     return text.split(". ")[0].rstrip(".")

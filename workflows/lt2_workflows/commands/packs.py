@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lt2_workflows.commands.options import config_error
+from lt2_workflows.commands.overview import Group
 
 if TYPE_CHECKING:
     from lt2_platform.evaluate.harness.long_context.ruler import Sources
 
-pack_app = typer.Typer(help="Evaluation packs: task data as files, so that workers need no hub.", no_args_is_help=True)
+pack_app = typer.Typer(
+    cls=Group, help="Evaluation packs: task data as files, so that workers need no hub.", no_args_is_help=True
+)
 
 PackArgument = Annotated[str, typer.Argument(metavar="PACK", help="The pack's folder or s3:// prefix.")]
 TokenizerOption = Annotated[str, typer.Option(help="The model's: byte, a tokenizer.json or a *.tiktoken.")]
