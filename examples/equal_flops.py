@@ -16,6 +16,7 @@ from lt2.mixer_configs import FullConfig, KimiDeltaConfig, WindowConfig
 from lt2.train.config import TrainConfig
 from lt2_platform.evaluate.config import PerplexityConfig
 from lt2_platform.train.config import PretrainModel
+from lt2_platform.wording import amount
 from lt2_workflows.graph import Workflow
 from lt2_workflows.steps import CheckpointRef, DatasetRef, EvaluateStep, PrepareStep, PretrainStep
 from lt2_workflows.sweeps import SweepStep, TrialConfig
@@ -45,7 +46,7 @@ def equal_flops() -> Workflow:
 def scaling() -> Workflow:
     """The same two at each of four budgets."""
     trials = [
-        trial(f"{label}, {budget:.1e} FLOPs", model.model_copy(update={"dim": width}), budget)
+        trial(f"{label}, {amount(budget)} FLOPs", model.model_copy(update={"dim": width}), budget)
         for label, model in MODELS.items()
         for budget, width in WIDTHS.items()
     ]
