@@ -235,7 +235,9 @@ def cache_bytes(
 ) -> int:
     """Bytes that `model.init_cache(batch, max_len, n_loops=n_loops)` holds over all (loop, layer)."""
     loops = [sum(sum(layer.values()) for layer in loop) for loop in cache_table(config, max_len, dtype)]
-    return batch * sum(of_each_loop(loops, n_loops or config.n_loops))
+    n_loops = n_loops or config.n_loops
+    # As of_each_loop has them, but not one by one: somebody may ask for a billion, to be told that it does not fit.
+    return batch * (sum(loops[:n_loops]) + max(0, n_loops - len(loops)) * loops[-1])
 
 
 def cache_table(config: ModelConfig, max_len: int, dtype: torch.dtype = torch.bfloat16) -> list[list[dict[str, int]]]:

@@ -142,7 +142,7 @@ def test_what_is_missing_is_named(tmp_path):
 def test_too_few_words_are_named(tmp_path):
     essays = tmp_path / "essay.txt"
     essays.write_text(" ".join("word" + chr(97 + i // 26) + chr(97 + i % 26) for i in range(600)))
-    with pytest.raises(ConfigError, match=r"give --essays"):
+    with pytest.raises(ConfigError, match=r"only 204 words \(--essays adds more\), too few to fill 65,536 tokens"):
         ruler.make("ruler_cwe", TOKENIZER, 65_536, samples=1)
     sources = ruler.Sources(essays=str(essays))
     assert ruler.make("ruler_cwe", TOKENIZER, 20_000, samples=1, sources=sources)[0]["length"] > 19_000
