@@ -80,13 +80,15 @@ class Logger:
 
     def on_step(self, state: TrainState, metrics: dict[str, float]) -> None:
         self.writer.log(state.step, metrics | {"tokens": state.tokens})
-        values = _progress(state, metrics, self.config, self.began)
-        busy = self.writing is not None and not self.writing.done()
-        if state.step == self.config.steps:
-            if self.writing is not None:
-                self.writing.wait()
-            self._write_progress(values)
-        elif not busy and time.monotonic() - self.written >= PROGRESS_SECONDS:
+        last = state.step == self.config.steps
+        if self.writing is not None:
+            if not (last or self.writing.done()):
+                return
+            self.writing.take()  # what it raised is no refusal of the store, and ends the run
+        if last:
+            self._write_progress(_progress(state, metrics, self.config, self.began))
+        elif time.monotonic() - self.written >= PROGRESS_SECONDS:
+            values = _progress(state, metrics, self.config, self.began)
             self.writing = Background(partial(self._write_progress, values), "lt2-progress")
 
     def _write_progress(self, values: dict[str, Any]) -> None:

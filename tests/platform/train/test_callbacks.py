@@ -81,6 +81,20 @@ def test_a_store_that_hangs_does_not_hold_up_the_steps(tmp_path, clock, monkeypa
     assert written == [1, 9]
 
 
+def test_what_is_no_refusal_of_the_store_ends_the_run(tmp_path, clock, monkeypatch):
+    def writing(storage, path, data):
+        raise ValueError("another attempt has taken over")
+
+    monkeypatch.setattr(Storage, "write_bytes", writing)
+    logger = Logger(Writer(), Storage(str(tmp_path)), train_config(steps=9), began=0)
+    metrics = {"loss": 2.5, "tokens_per_s": 7.0, "step_time": 2.0}
+    logger.on_step(TrainState(step=1, position=8, tokens=96), metrics)
+    assert logger.writing is not None
+    logger.writing.wait()
+    with pytest.raises(ValueError, match="another attempt has taken over"):
+        logger.on_step(TrainState(step=2, position=16, tokens=192), metrics)
+
+
 def test_the_mean_over_the_first_steps_predicts_nothing(tmp_path, clock):
     """Where only each tenth step is logged, the first mean has the first step's compiling in it."""
     logger = Logger(Writer(), Storage(str(tmp_path)), train_config(steps=90, log_every=10), began=3)

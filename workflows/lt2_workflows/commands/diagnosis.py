@@ -54,9 +54,7 @@ def diagnose(
         line = lines.setdefault((row["loop"], row["layer"]), {"loop": row["loop"] + 1, "layer": row["layer"] + 1})
         line |= {"mixer": row["mixer"], row["metric"]: row["value"]}
     typer.echo(table(list(lines.values()), ["loop", "layer", "mixer", *READINGS]))
-    typer.echo(
-        f"stored as {run}: start `lt2 dashboard --storage {root.root}`, then /figures/loop_diagnostics?runs={run}"
-    )
+    _say_where(root, run, f"loop_diagnostics?runs={run}")
 
 
 def positions(
@@ -116,9 +114,11 @@ def positions(
         line |= {"tokens": row["n"], f"loss, {loops_text(row['n_loops'], row['early_exit'])}": f"{row['value']:.4f}"}
     typer.echo(table(list(lines.values()), list(dict.fromkeys(key for line in lines.values() for key in line))))
     task = f"&task={name}" if name else ""
-    typer.echo(
-        f"stored as {run}: start `lt2 dashboard --storage {root.root}`, then /figures/positions?runs={run}{task}"
-    )
+    _say_where(root, run, f"positions?runs={run}{task}")
+
+
+def _say_where(root: Storage, run: str, figure: str) -> None:
+    typer.echo(f"stored as {run}: start `lt2 dashboard --storage {root.root}`, then /figures/{figure}")
 
 
 def data_of(root: Storage, run: str) -> str:
