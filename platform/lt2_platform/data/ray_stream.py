@@ -8,15 +8,17 @@ decoded about once. Chunks are stateless; one whose process or node dies is read
 from __future__ import annotations
 
 import functools
+import pickle
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lt2.config import ConfigError
 from lt2_platform.data.stream import WINDOW_BLOCKS, PackedDataset, check_not_empty, indices_at, read_ahead, share_of
 from lt2_platform.data.units import ROW_GROUP
+from lt2_platform.failures import portable
 
 CHUNK_BYTES = 32 * 2**20
 SEGMENT = 256  # chunks of one execution: planning all of a long run at once would take seconds
@@ -86,7 +88,7 @@ def _batches(share: Share, limit: int, chunk_bytes: int) -> Iterator[dict[str, n
     for begin in range(0, chunks, SEGMENT):
         for block in _blocks(share, begin, min(begin + SEGMENT, chunks), chunk_bytes):
             if "error" in block:
-                raise ConfigError(str(block["error"][0]))
+                raise pickle.loads(block["error"][0])
             for at in range(0, min(len(block["ids"]), left * rows), rows):
                 batch = {name: values[at : at + rows] for name, values in block.items()}
                 # A copy: the block is memory that tasks share and nobody may write to.
@@ -132,6 +134,7 @@ def _read(share: Share, chunk: dict[str, np.ndarray]) -> dict[str, Any]:
     (number,) = chunk["chunk"]
     try:
         found = _dataset(share.uri, share.fingerprint).batch(share.indices(int(number) * share.chunk, share.chunk))
-    except ConfigError as error:  # raised here, it would reach the worker wrapped in Ray's own exception, after retries
-        return {"error": np.array([str(error)])}
+    except Exception as error:  # noqa: BLE001  raised here, it would reach the worker wrapped, its type lost in a text
+        error.add_note("".join(traceback.format_exception(error)))
+        return {"error": np.array([pickle.dumps(portable(error))], dtype=object)}
     return {**found, "tokens": found["tokens"].astype(np.int32)}

@@ -11,6 +11,7 @@ from lt2.config import ConfigError
 from lt2_platform.data import ray_stream
 from lt2_platform.data.ray_stream import ray_batches
 from lt2_platform.data.stream import PackedDataset
+from lt2_platform.storage_errors import is_away
 from tests.platform.train.packed import write_dataset
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -65,3 +66,20 @@ def test_a_damaged_shard_is_named_as_by_the_direct_reader(local_ray, dataset):
         list(ray_batches(PackedDataset(dataset.uri), position=0, global_batch_size=8, limit=10))
     with pytest.raises(ConfigError, match=r"^global_batch_size 2 is smaller than 3 workers; raise it$"):
         ray_batches(dataset, position=0, global_batch_size=2, limit=1, world_size=3)
+
+
+def test_a_store_that_is_away_is_told_as_such(dataset, monkeypatch):
+    """Not as a failure of Ray Data's: the engine then tries again without counting it."""
+
+    def refuse(*_):
+        raise OSError("When reading object: AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 7")
+
+    def blocks(share, begin, end, chunk_bytes):
+        yield from (ray_stream._read(share, {"chunk": np.array([number])}) for number in range(begin, end))
+
+    monkeypatch.setattr(ray_stream, "_dataset", refuse)
+    monkeypatch.setattr(ray_stream, "_blocks", blocks)
+    with pytest.raises(OSError, match="NETWORK_CONNECTION") as raised:
+        next(ray_batches(dataset, position=0, global_batch_size=8, limit=4))
+    assert is_away(raised.value)
+    assert any("in _read" in note for note in raised.value.__notes__)  # where it was raised, over there
