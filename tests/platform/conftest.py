@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lt2_platform.results.store import ResultsStore
+from lt2_platform.results.store import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 
 
@@ -30,3 +30,10 @@ def values(store: ResultsStore, run_id: str, metric: str) -> dict[int, float]:
 
 def parts(store: ResultsStore, run_id: str) -> list[str]:
     return store.storage.list(f"runs/{run_id}/metrics")
+
+
+def log_and_wait(writer: RunWriter, step: int, metrics: dict[str, float]) -> None:
+    """`writer.log`, until what it has a thread write is written."""
+    writer.log(step, metrics)
+    if writer.flushing is not None:
+        writer.flushing.wait()

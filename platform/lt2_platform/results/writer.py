@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from botocore.exceptions import BotoCoreError
 
+from lt2_platform.background import Background
 from lt2_platform.json_values import redacted
 from lt2_platform.results.curves import encode, rows_table
 from lt2_platform.results.index import compact_when_long, write_journal
@@ -28,7 +30,8 @@ class RunWriter:
     """Buffers the numbers of one run and writes them as parts. Use as a context manager: an exception marks it failed,
     or what its `run_state` says.
 
-    A flush that fails while training is kept and tried again with the next one; `close` raises instead.
+    What `log` has due is written by a thread, so that a store that is slow or away costs the training nothing; what a
+    flush could not write stays for the next one. `flush` and `close` write at once, and raise.
     """
 
     def __init__(self, storage: Storage, run: RunInfo, writer: str, clock: Callable[[], float]):
@@ -37,37 +40,49 @@ class RunWriter:
         self.sequence = 0
         self.interval = FIRST_FLUSH_SECONDS
         self.next_flush = clock() + self.interval
+        self.lock = threading.Lock()  # held by the one who writes
+        self.flushing: Background | None = None
         write_journal(storage, run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record numbers at a step (NaN and infinities are kept); flushes when a minute has passed or rows pile up."""
+        """Record numbers at a step (NaN and infinities are kept); begins a flush after a minute or if rows pile up."""
         now = self.clock()
         values = {name: float(value) for name, value in metrics.items()}
-        self.rows += [(int(step), now, name, value) for name, value in values.items()]
+        self.rows.extend((int(step), now, name, value) for name, value in values.items())
         last = {**self.run.last, **{name: (int(step), value) for name, value in values.items()}}
         self.run = replace(self.run, step=int(step), updated=now, last=last)
+        if self.flushing is not None and self.flushing.done():
+            self.flushing.take()  # what it raised is no refusal of the store, and ends the run
+            self.flushing = None
         set_back = now < self.next_flush - self.interval  # the clock: without this, silence until it has caught up
-        if now >= self.next_flush or set_back or len(self.rows) >= FLUSH_ROWS:
-            try:
-                self.flush()
-            except (OSError, BotoCoreError) as error:
-                log.warning("%s: metrics not written, kept for the next try (%s)", self.run.run_id, error)
+        if self.flushing is None and (now >= self.next_flush or set_back or len(self.rows) >= FLUSH_ROWS):
+            self.flushing = Background(self._try_flush, "lt2-metrics")
             self.interval = min(2 * self.interval, FLUSH_SECONDS)
-            self.next_flush = self.clock() + self.interval
+            self.next_flush = now + self.interval
 
     def flush(self) -> None:
         """Write what is buffered. The part's name is new for every writer, so nothing is ever overwritten."""
-        if self.rows:
-            path = f"runs/{self.run.run_id}/metrics/{part_name(self.writer, self.sequence)}"
-            self.storage.write_bytes(path, encode(rows_table(self.rows)))
-            self.rows, self.sequence = [], self.sequence + 1
-            if self.sequence % PARTS_PER_CURVE == 0:
-                write_curves(self.storage, self.run.run_id)
-        self.run = replace(self.run, updated=self.clock())
-        write_journal(self.storage, self.run)
+        with self.lock:
+            run, count = self.run, len(self.rows)  # in this order: `log` may add to both meanwhile, to the rows first
+            if count:
+                path = f"runs/{run.run_id}/metrics/{part_name(self.writer, self.sequence)}"
+                self.storage.write_bytes(path, encode(rows_table(self.rows[:count])))
+                del self.rows[:count]
+                self.sequence += 1
+                if self.sequence % PARTS_PER_CURVE == 0:
+                    write_curves(self.storage, run.run_id)
+            write_journal(self.storage, replace(run, updated=self.clock()))
+
+    def _try_flush(self) -> None:
+        try:
+            self.flush()
+        except (OSError, BotoCoreError) as error:
+            log.warning("%s: metrics not written, kept for the next try (%s)", self.run.run_id, error)
 
     def close(self, summary: Mapping[str, Any] | None = None, *, state: str = "finished") -> None:
         """Write the rest, the summary and the curves. `state`: finished, failed, or running (to be resumed)."""
+        if self.flushing is not None:
+            self.flushing.wait()
         summary = json.loads(json.dumps(redacted(dict(summary)))) if summary is not None else None
         self.run = replace(self.run, state=state, summary=summary)
         if summary is not None:

@@ -15,12 +15,12 @@ import torch
 
 from lt2.model import LoopedLM
 from lt2.train.loop import TrainConfig, TrainState, autocast_dtype
+from lt2_platform.background import Background
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import perplexity
 from lt2_platform.results.store import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS
-from lt2_platform.train.checkpoints.background import Background
 
 if TYPE_CHECKING:
     from lt2_platform.train.worker import WorkerSpec
@@ -61,8 +61,8 @@ class Evaluator:
 class Logger:
     """Callback of rank 0: metrics to the results store, and a small progress file for whoever launched us.
 
-    Not through ray.train.report: that is limited to one call in two seconds, and it blocks. A thread writes progress,
-    so that a slow store costs the loop nothing; metrics are buffered, and written once a minute.
+    Not through ray.train.report: that is limited to one call in two seconds, and it blocks. Threads write both, so that
+    a slow store costs the loop nothing: progress twice a second, metrics once a minute.
     """
 
     writer: RunWriter

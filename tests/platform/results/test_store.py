@@ -15,7 +15,7 @@ from lt2_platform.results.index import COMPACT_AFTER, compact
 from lt2_platform.results.store import ResultsStore, differences, flatten
 from lt2_platform.results.tables import as_number, total_steps
 from lt2_platform.storage import Storage
-from tests.platform.conftest import Clock, parts, values
+from tests.platform.conftest import Clock, log_and_wait, parts, values
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -119,18 +119,18 @@ def test_of_repeated_evaluations_the_newest_whole_one_counts(local):
 def test_parts_are_flushed_on_time_and_size_and_at_the_end(local, monkeypatch):
     clock = Clock()
     writer = local.create_run("r", {}, clock=clock)
-    writer.log(0, {"loss": 1.0})
+    log_and_wait(writer, 0, {"loss": 1.0})
     assert parts(local, "r") == []
     clock.now += 2
-    writer.log(1, {"loss": 1.0})
+    log_and_wait(writer, 1, {"loss": 1.0})
     assert len(parts(local, "r")) == 1
     clock.now += 3  # the second wait is twice the first
-    writer.log(2, {"loss": 1.0})
+    log_and_wait(writer, 2, {"loss": 1.0})
     assert len(parts(local, "r")) == 1
     monkeypatch.setattr("lt2_platform.results.writer.FLUSH_ROWS", 3)
-    writer.log(3, {"loss": 1.0, "lr": 1.0})
+    log_and_wait(writer, 3, {"loss": 1.0, "lr": 1.0})
     assert len(parts(local, "r")) == 2
-    writer.log(4, {"loss": 1.0})
+    log_and_wait(writer, 4, {"loss": 1.0})
     writer.close()
     assert len(parts(local, "r")) == 3
     assert sorted(values(local, "r", "loss")) == [0, 1, 2, 3, 4]
@@ -155,7 +155,7 @@ def test_long_runs_are_flushed_about_every_minute(local):
     writer = local.create_run("r", {}, clock=clock)
     for step in range(3600):
         clock.now += 1
-        writer.log(step, {"loss": 1.0})
+        log_and_wait(writer, step, {"loss": 1.0})
     assert 60 <= len(parts(local, "r")) <= 66
 
 

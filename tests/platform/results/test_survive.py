@@ -7,12 +7,13 @@ import threading
 import pytest
 
 from lt2.train.loop import PreemptedError
+from lt2_platform.fence import OvertakenError
 from lt2_platform.results import index as results_index
 from lt2_platform.results.index import compact
 from lt2_platform.results.store import RunWriter
 from lt2_platform.results.tables import empty_tables
 from lt2_platform.storage import Storage
-from tests.platform.conftest import Clock, parts, values
+from tests.platform.conftest import Clock, log_and_wait, parts, values
 
 
 def test_resumed_run_keeps_the_last_written_value(local):
@@ -151,13 +152,46 @@ def test_storage_failure_while_training_is_survived_and_written_later(local, mon
 
         broken.setattr(Storage, "write_bytes", fail)
         clock.now += 100
-        writer.log(0, {"loss": 1.0})
+        log_and_wait(writer, 0, {"loss": 1.0})
         assert "no route to host" in caplog.text
         with pytest.raises(OSError, match="no route"):
             writer.close()
     writer.log(1, {"loss": 2.0})
     writer.close()
     assert values(local, "r", "loss") == {0: 1.0, 1: 2.0}
+
+
+def test_a_store_that_hangs_does_not_hold_up_the_log_and_loses_nothing(local, monkeypatch):
+    answers, write = threading.Event(), Storage.write_bytes
+
+    def writing(storage, path, data):
+        assert answers.wait(30)
+        write(storage, path, data)
+
+    clock = Clock()
+    writer = local.create_run("r", {}, clock=clock)
+    monkeypatch.setattr(Storage, "write_bytes", writing)
+    for step in range(5):
+        clock.now += 100
+        writer.log(step, {"loss": 1.0 + step})
+    assert values(local, "r", "loss") == {}
+    answers.set()
+    writer.close()
+    assert values(local, "r", "loss") == {step: 1.0 + step for step in range(5)}
+    assert (local.run("r").state, local.run("r").last) == ("finished", {"loss": (4, 5.0)})
+
+
+def test_what_is_no_refusal_of_the_store_ends_the_run(local, monkeypatch):
+    def overtaken(*_):
+        raise OvertakenError("another process took over")
+
+    clock = Clock()
+    writer = local.create_run("r", {}, clock=clock)
+    monkeypatch.setattr(Storage, "write_bytes", overtaken)
+    clock.now += 100
+    log_and_wait(writer, 0, {"loss": 1.0})
+    with pytest.raises(OvertakenError, match="took over"):
+        writer.log(1, {"loss": 1.0})
 
 
 def test_a_compactor_killed_before_it_deletes_counts_no_evaluation_twice(local, monkeypatch):
@@ -200,7 +234,7 @@ def test_a_clock_that_is_set_back_silences_nobody(local):
     clock = Clock(10_000.0)
     writer = local.create_run("r", {}, clock=clock)
     clock.now -= 3_600
-    writer.log(0, {"loss": 1.0})
+    log_and_wait(writer, 0, {"loss": 1.0})
     assert values(local, "r", "loss") == {0: 1.0}
 
 

@@ -15,9 +15,9 @@ import torch
 from lt2.config import ModelConfig
 from lt2.model import LoopedLM
 from lt2.train.loop import TrainConfig, TrainState, due_after
+from lt2_platform.background import Background
 from lt2_platform.train import ranks
 from lt2_platform.train.checkpoints import checkpoint
-from lt2_platform.train.checkpoints.background import Background
 from lt2_platform.train.checkpoints.contents import contents
 from lt2_platform.train.checkpoints.retention import Keep
 from lt2_platform.train.checkpoints.shards import StorageRefusedError, new_stager, stage
@@ -123,14 +123,12 @@ class Saver:
     def _try(self, state: TrainState) -> None:
         state = replace(state)  # the loop goes on counting in its own
         try:
-            # The metrics of a step must be safe before the checkpoint that makes a resume skip it.
-            ranks.on_rank_zero(self.flush)
             tensors = contents(*self.trained)
             if self.stager is not None:
                 write = self._writing(state, stage(self.stager, tensors))
-                self.pending = (state, Background(write, "lt2-save"))
+                self.pending = (state, Background(partial(self._write, write), "lt2-save"))
                 return
-            uri = self._writing(state, tensors)()
+            uri = self._write(self._writing(state, tensors))
         except StorageRefusedError as error:
             self._refused(state, error)
         else:
@@ -145,6 +143,11 @@ class Saver:
             self._refused(state, error)
         else:
             self._succeeded(state, uri)
+
+    def _write(self, write: Callable[[], str]) -> str:
+        # The metrics of a step must be safe before the checkpoint that makes a resume skip it.
+        ranks.on_rank_zero(self.flush, self.group)
+        return write()
 
     def _writing(self, state: TrainState, tensors: dict[str, Any]) -> Callable[[], str]:
         return partial(

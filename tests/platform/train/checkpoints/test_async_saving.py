@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
+from lt2_platform import background
 from lt2_platform.train import worker
-from lt2_platform.train.checkpoints import background, checkpoint, integrity, saving, shards
+from lt2_platform.train.checkpoints import checkpoint, integrity, saving, shards
 from tests.platform.train.packed import checkpoints, write_dataset
 from tests.platform.train.test_worker import open_run, pretrain_config, weights
 

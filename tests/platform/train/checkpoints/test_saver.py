@@ -187,7 +187,7 @@ def test_what_is_handed_on(made):
     order = []
     fields = {
         "validation_losses": lambda: {4: 2.5},
-        "flush": lambda: order.append("flush"),
+        "flush": lambda: order.append(f"flush before {disk.tries}"),
         "pinned": lambda: {"step-00000002"},
         "data_files": lambda state: order.append(state.step) or {"cursors.json": b"2"},
         "data": "f" * 64,
@@ -196,7 +196,7 @@ def test_what_is_handed_on(made):
     _, disk, saver = made(fields=fields, keep_checkpoints=7)
     at(saver, 4)
     options = disk.options
-    assert order == ["flush", 4]
+    assert order == [4, "flush before []"]
     assert options.pop("pinned")() == {"step-00000002"}
     assert options == {
         "config": model_config(),
