@@ -23,7 +23,7 @@ from lt2.config import ConfigError
 from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.local_files import on_disk, remove, temporary_beside
 from lt2_platform.s3_keys import S3, delete_keys, has_key, put_if_absent
-from lt2_platform.storage_errors import CHOOSE, STORAGE_ERRORS, notes_root, noting, refusal
+from lt2_platform.storage_errors import CHOOSE, STORAGE_ERRORS, notes_root, noting, refusal, telling_if_slow
 
 ARROW_ATTEMPTS = 8
 
@@ -254,7 +254,8 @@ class Storage:
         try:
             if self.root.startswith(S3):
                 bucket, _, prefix = self.root[len(S3) :].partition("/")
-                self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
+                with telling_if_slow(self.root):
+                    self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
             elif os.path.exists(self.root):
                 os.scandir(self.root).close()
             elif not new:

@@ -22,6 +22,9 @@ STORAGE_ERRORS = (OSError, BotoCoreError, ClientError)
 
 PATIENCE_SECONDS = 900.0  # as checkpoints wait for storage (train.save_patience_s)
 LONGEST_PAUSE_SECONDS = 60.0
+SLOW_SECONDS = (
+    20.0  # then whoever waits is told what for: the S3 client itself gives up after minutes, and says nothing
+)
 
 CHOOSE = "choose another with --storage or LT2_STORAGE"
 _NOTE = "storage root: "
@@ -78,12 +81,28 @@ def noting(root: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def telling_if_slow(root: str) -> Iterator[None]:
+    """Logs a line if the block, which asks an S3 store at `root`, is not over after SLOW_SECONDS."""
+    if not root.startswith("s3://"):
+        yield
+        return
+    said = ("storage root %s: a request has taken %.0f s so far; still waiting", root, SLOW_SECONDS)
+    timer = threading.Timer(SLOW_SECONDS, log.warning, said)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def notes_root(method: Method) -> Method:
-    """A decorator: the method runs inside `noting(self.root)`."""
+    """A decorator: the method runs inside `noting(self.root)` and `telling_if_slow(self.root)`."""
 
     @wraps(method)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with noting(self.root):
+        with noting(self.root), telling_if_slow(self.root):
             return method(self, *args, **kwargs)
 
     return noted  # type: ignore[return-value]  the same signature

@@ -193,3 +193,22 @@ def test_what_the_s3_client_says_of_a_store_with_a_trouble_of_its_own(server, mo
 def test_only_clients_of_s3_are_heard():
     assert not is_away(TimeoutError("a step's own"))
     assert not is_away(ValueError("AWS Error SLOW_DOWN during ListObjectsV2 operation: quoted"))
+
+
+def test_who_waits_for_a_store_is_told(server, monkeypatch, caplog):
+    monkeypatch.setattr(storage_errors, "SLOW_SECONDS", 0.05)
+    asked = threading.Event()
+
+    def answer(handler):
+        asked.wait(30)
+        return S3Object.do_GET(handler)
+
+    monkeypatch.setattr(server.RequestHandlerClass, "do_HEAD", answer)
+    release = threading.Timer(0.5, asked.set)
+    release.start()
+    Storage("s3://bucket").is_file("object")
+    assert "storage root s3://bucket: a request has taken 0 s so far; still waiting" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(storage_errors, "SLOW_SECONDS", 30)
+    Storage("s3://bucket").is_file("object")  # at once
+    assert caplog.text == ""
