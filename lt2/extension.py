@@ -80,6 +80,8 @@ class Extension(Config):
         }
         kind = kinds.get(name) if isinstance(name, str) else None
         if kind is None:
+            if unspaced := next((key for key in value if str(key).startswith("type:")), None):
+                raise ValueError(f"{unspaced!r} is one key; write a space after its colon, {{type: {unspaced[5:]}}}")
             near = get_close_matches(str(name), cls.kinds, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if value.get("source"):

@@ -14,7 +14,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def export_checkpoint(
     max_shard_size: str = "5GB",
     lengths: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
+    source: Mapping[str, Any] | None = None,
 ) -> list[Check]:
     """Write model to a new folder in the Hugging Face layout and certify it; returns the passed checks.
 
@@ -53,6 +54,7 @@ def export_checkpoint(
     tokenizer_config.json is told to begin texts with bos_id (`name_special_tokens`), all else is copied as it is.
     stop_ids: tokens besides eos_id at which `generate()` ends, such as a chat template's end of turn.
     dtype: convert weights first (decays stay fp32); None keeps each parameter's own. device: where certification runs.
+    source: where the model comes from, as JSON; the certificate records it.
 
     Raises:
         ConfigError: the folder exists, or the tokenizer does not.
@@ -77,7 +79,7 @@ def export_checkpoint(
                 f"{c.name} at {loops_text(c.n_loops)}: {c.error:.1e} > {c.tolerance:.0e}" for c in failed[:3]
             )
             raise ParityError(f"not exported: {len(failed)} of {len(checks)} parity checks fail ({worst})")
-        certificate = describe(staged, checks, lengths)
+        certificate = describe(staged, checks, lengths, source)
         (staged / CERTIFICATE).write_text(json.dumps(certificate, indent=2) + "\n")
         staged.rename(folder)
     return checks
@@ -172,12 +174,15 @@ def name_special_tokens(folder: Path, *, bos_id: int | None, eos_id: int | None)
     config.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}, indent=2) + "\n")
 
 
-def describe(folder: Path, checks: Sequence[Check], lengths: tuple[int, ...]) -> dict[str, Any]:
+def describe(
+    folder: Path, checks: Sequence[Check], lengths: tuple[int, ...], source: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The certificate: what was checked on which files by which versions."""
     return {
         "schema_version": SCHEMA_VERSION,
         "claim": "logits of the reloaded files equal those of the exported model, one row at a time without a cache",
         "error": "max |difference| / max(1, max |logit|)",
+        "source": None if source is None else dict(source),
         "row_lengths": list(lengths),
         "checks": [check.as_dict() for check in checks],
         "files": {file.name: sha256(file) for file in sorted(folder.iterdir())},

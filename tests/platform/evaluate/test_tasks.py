@@ -89,6 +89,8 @@ def test_a_task_from_a_users_file_runs_through_the_evaluate_step(tmp_path, data)
 def test_unknown_task_types_are_named():
     with pytest.raises(ValueError, match=r"unknown task type 'perplexty'; did you mean 'perplexity'"):
         TaskConfig.read({"type": "perplexty"})
+    with pytest.raises(ValueError, match=r"'type:positions' is one key; .*space after its colon, {type: positions}"):
+        TaskConfig.read({"type:positions": None})
 
 
 def test_the_steps_defaults_are_not_part_of_its_identity():

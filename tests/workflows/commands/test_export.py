@@ -59,7 +59,10 @@ def test_transformers_asks_as_the_model_was_trained_and_stops_where_its_answers_
     else:
         assert ends == [ours.eos_id, ours.special_id(chats.MARKERS[template][-1])]
     assert theirs.eos_token == "</s>"
-    assert {FILE, "tokenizer.json", "tokenizer_config.json"} <= verify_certificate(tmp_path / "out")["files"].keys()
+    certificate = verify_certificate(tmp_path / "out")
+    assert {FILE, "tokenizer.json", "tokenizer_config.json"} <= certificate["files"].keys()
+    assert certificate["source"]["checkpoint"] == place
+    assert certificate["source"].keys() == {"checkpoint", "step", "tokens", "data"}
 
 
 def test_an_export_is_asked_conversations_as_its_checkpoint_is(tmp_path):

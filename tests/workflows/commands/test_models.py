@@ -204,6 +204,8 @@ def test_checkpoints_are_found_by_run_and_by_workflow(tmp_path, capsys):
     assert find_checkpoint(storage, "s3://bucket/run") == "s3://bucket/run"
     with pytest.raises(ConfigError, match="'odl'; those in .*: new, old, pretrain-aaa, pretrain-bbb"):
         find_checkpoint(storage, "odl")
+    storage.write_bytes("runs/first/checkpoints/step-1/COMPLETE", b"")  # torchrun's
+    assert find_checkpoint(storage, "first") == storage.join("runs", "first")
     assert not capsys.readouterr().err
     both = {"pretrain": "pretrain-aaa", "other": "pretrain-bbb"}
     storage.write_json("workflows/new-1/dag.json", {"workflow": "new", "ids": both})

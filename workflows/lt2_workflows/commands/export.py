@@ -32,16 +32,17 @@ def export(
     from lt2_platform.data.tokenizers.tokenizer_json import write_tokenizer_json
     from lt2_platform.machine.devices import this_device
     from lt2_platform.storage import Storage
-    from lt2_platform.train.checkpoints.checkpoint import load_model
+    from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
     check_template(template)
     logging.disable_progress_bar()  # each of the checks loads what was written
-    place = find_checkpoint(Storage(storage), checkpoint)
+    place = resolve(find_checkpoint(Storage(storage), checkpoint))
     check_writable(folder)
     model, _, tokenizer = load_model(place)
+    info = read_info(place)
     known = tokenizer.get("chat_templates", [])
     chosen = template or (known[0] if len(known) == 1 else None)
     with tempfile.TemporaryDirectory() as scratch:
@@ -62,6 +63,7 @@ def export(
             stop_ids=stop_ids,
             dtype=dtypes[dtype],
             device=this_device(),
+            source={"checkpoint": place, "step": info.state.step, "tokens": info.state.tokens, "data": info.data},
         )
     inexact = [check for check in checks if check.tolerance > 0]  # what is merely copied must be the same bits
     worst = max(inexact, key=lambda check: check.error / check.tolerance)

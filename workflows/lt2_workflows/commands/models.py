@@ -223,6 +223,8 @@ def find_checkpoint(storage: Storage, name: str) -> str:
     storage.check_readable()
     if storage.exists(f"steps/{name}/out"):
         return storage.join("steps", name, "out")
+    if storage.exists(f"runs/{name}/checkpoints"):  # where docs/training.md has torchrun train
+        return storage.join("runs", name)
     workflows = list_workflows(storage)
     trained = [
         (step["ended"] or float("inf"), workflow, step["id"])  # one that is still training is the newest
