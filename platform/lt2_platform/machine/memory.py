@@ -1,8 +1,10 @@
-"""How much of a machine's memory a process may use."""
+"""How much of a machine's memory a process may use, and has used."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,12 @@ def counted_by_ray(root: Path = Path("/")) -> int:
     """
     mounts = root / "sys/fs/cgroup"
     return min([_machine(), *_limits([mounts / "memory", mounts])])
+
+
+def peak_resident() -> int:
+    """Bytes: the largest resident set of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _machine() -> int:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lt2_platform.machine.memory import counted_by_ray, usable
+from lt2_platform.machine.memory import counted_by_ray, peak_resident, usable
 from tests.platform.machine.test_cores import machine
 
 GIB = 2**30
@@ -54,3 +54,8 @@ def test_it_is_known_without_ray():
     paths = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=paths)
     assert answer.stdout == "False\n"
+
+
+def test_the_largest_resident_set_is_in_bytes():
+    held = b"\1" * 50_000_000
+    assert len(held) < peak_resident() < usable()

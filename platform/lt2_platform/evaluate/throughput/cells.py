@@ -18,6 +18,7 @@ from pydantic import Field
 
 from lt2.config import Config, ModelConfig
 from lt2_platform.evaluate.config import ThroughputConfig
+from lt2_platform.machine.memory import peak_resident
 
 
 class Cell(Config):
@@ -113,7 +114,7 @@ def main() -> None:
         return
     found |= {
         "threads": torch.get_num_threads(),
-        "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "max_rss_bytes": peak_resident(),
     }
     say(result=found)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from lt2.analysis.accounting import objective_flops, peak_flops, warmup_flops
 from lt2.config import ModelConfig
 from lt2.model import LoopedLM
 from lt2.train.loop import TrainConfig, TrainState, autocast_dtype
+from lt2_platform.machine.memory import peak_resident
 from lt2_platform.train import ranks
 
 SPIKE = 3.0  # times the running median, as in scripts/stability.py
@@ -78,7 +78,7 @@ class Observer:
 def peak_memory(device: torch.device) -> int:
     """Bytes: allocated on the GPU at most since the last call, or this process's largest resident set."""
     if device.type != "cuda":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_resident()
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return peak
