@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import random
+import time
 import uuid
 from typing import Any
 
@@ -12,7 +14,8 @@ from lt2_platform.storage_errors import http_status
 
 S3 = "s3://"
 DELETED_AT_ONCE = 1000  # keys that S3 takes in one request
-_ALREADY_EXISTS = {409, 412}  # conditional request conflict, precondition failed
+CONFLICT_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds at most, before a write that met another is tried again
+_CONFLICT, _PRECONDITION_FAILED = 409, 412
 _WRITER = "lt2-writer"
 
 
@@ -26,21 +29,36 @@ def has_key(fs: Any, full: str) -> bool:
 
 
 def put_if_absent(fs: Any, full: str, data: bytes) -> bool:
-    bucket, key = full[len(S3) :].split("/", 1)
+    """True for exactly one of any number of concurrent callers."""
     writer = uuid.uuid4().hex
+    for pause in CONFLICT_PAUSES:
+        try:
+            return _put(fs, full, data, writer)
+        except (OSError, ClientError) as error:
+            if http_status(error) != _CONFLICT:
+                raise
+        time.sleep(random.uniform(0, pause))
+    return _put(fs, full, data, writer)
+
+
+def _put(fs: Any, full: str, data: bytes, writer: str) -> bool:
+    bucket, key = full[len(S3) :].split("/", 1)
     try:
         fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", Metadata={_WRITER: writer})
         return True
     except (OSError, ClientError) as error:
-        there = isinstance(error, FileExistsError) or http_status(error) in _ALREADY_EXISTS
+        status = http_status(error)
+        there = isinstance(error, FileExistsError) or status in (_CONFLICT, _PRECONDITION_FAILED)
         # Some servers answer EINVAL for a lost race; EINVAL also means a malformed request, hence the look.
         if not there and not (getattr(error, "errno", None) == errno.EINVAL and fs.exists(full)):
             raise
-    # The client sends a request again whose answer was lost, and then meets the object it made itself.
-    try:
-        return fs.call_s3("head_object", Bucket=bucket, Key=key).get("Metadata", {}).get(_WRITER) == writer
-    except FileNotFoundError:  # another's, and gone already
-        return False
+        # The client sends a request again whose answer was lost, and then meets the object it made itself.
+        try:
+            return fs.call_s3("head_object", Bucket=bucket, Key=key).get("Metadata", {}).get(_WRITER) == writer
+        except FileNotFoundError:
+            if status == _CONFLICT:  # of writes at the same time S3 may take none
+                raise error from error.__cause__
+            return False  # another's, and gone already
 
 
 def delete_keys(fs: Any, full: str) -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 
 import pytest
+from botocore.exceptions import ClientError
 from pyarrow import fs as arrow
 from s3fs import S3FileSystem
 
@@ -165,6 +166,29 @@ def test_create_exclusive_knows_its_own_object_when_an_answer_was_lost(s3_root, 
     storage = Storage(s3_root)
     assert storage.create_exclusive("done.json", b"mine") is True
     assert storage.create_exclusive("done.json", b"mine") is False
+    assert storage.read_bytes("done.json") == b"mine"
+
+
+def test_create_exclusive_tries_again_where_s3_took_neither_of_two_writes(s3_root, monkeypatch):
+    """409 ConditionalRequestConflict: nothing is there, so nobody has won yet."""
+    ask, conflicts = S3FileSystem.call_s3, [1, 1]
+
+    def conflicting(files, method, **options):
+        if method == "put_object" and conflicts:
+            conflicts.pop()
+            answer = {"Error": {"Code": "Conflict"}, "ResponseMetadata": {"HTTPStatusCode": 409}}
+            raise OSError("conflict") from ClientError(answer, "PutObject")
+        return ask(files, method, **options)
+
+    monkeypatch.setattr(S3FileSystem, "call_s3", conflicting)
+    monkeypatch.setattr(s3_keys, "CONFLICT_PAUSES", (0.0, 0.0))
+    storage = Storage(s3_root)
+    assert storage.create_exclusive("done.json", b"mine") is True
+    conflicts += [1]
+    assert storage.create_exclusive("done.json", b"theirs") is False
+    conflicts += [1, 1, 1]
+    with pytest.raises(OSError, match="conflict"):
+        storage.create_exclusive("other.json", b"mine")
     assert storage.read_bytes("done.json") == b"mine"
 
 
