@@ -65,7 +65,8 @@ def read_trials(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
 def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, Any]:
     """One workflow: steps in an order in which each comes after what it needs, edges, events, unreadable files."""
     records = Records(storage)
-    dag = records.required(_dag_path(workflow_id), f"no workflow {workflow_id[:60]!r} in {storage.root}")
+    absent = f"no workflow {workflow_id[:60]!r} in {storage.root}; it may have been deleted, its runs' numbers stay"
+    dag = records.required(_dag_path(workflow_id), absent)
     ids = dag.get("ids", {})
     specs = [spec or {} for spec in records.read_all([spec_path(id_) for id_ in ids.values()])]
     states = step_states(records, ids.values(), now)

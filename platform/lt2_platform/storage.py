@@ -175,6 +175,13 @@ class Storage:
         found = (str(name).removeprefix(prefix) for name in self.fs.glob(full))
         return sorted(name for name in found if not name.rsplit("/", 1)[-1].startswith(".tmp-"))
 
+    @notes_root
+    def sizes(self, path: str = "") -> dict[str, int]:
+        """Bytes of every file under `path`, by its path relative to the root; {} if there is no such folder."""
+        prefix = self.root.removeprefix(S3).rstrip("/") + "/"
+        found = self.fs.find(self.join(path), detail=True)
+        return {str(name).removeprefix(prefix): info["size"] for name, info in found.items()}
+
     def arrow_fs(self, path: str = "") -> tuple[Any, str]:
         """(pyarrow filesystem, path inside it), for parquet readers and Ray Data."""
         return arrow_filesystem(self.join(path))

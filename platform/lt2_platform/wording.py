@@ -32,6 +32,11 @@ def amount(value: float) -> str:
     return f"{value:.2e}".replace("e+", "e")
 
 
+def size(bytes_: float) -> str:
+    """Bytes in three digits: '982B', '716kB', '1.2GB'."""
+    return f"{amount(bytes_).replace('B', 'G')}B"
+
+
 def first_of(names: Sequence[str], count: int = 5) -> str:
     """The first of some names: 'a, b and 3 more'."""
     return ", ".join(names[:count]) + f" and {len(names) - count} more" * (len(names) > count)

@@ -123,6 +123,15 @@ def test_failed_write_leaves_the_old_file_and_no_rubbish(storage):
     assert [name.rsplit("/", 1)[-1] for name in storage.fs.ls(storage.join("a"), detail=False)] == ["f"]
 
 
+def test_sizes_of_all_files_below(storage):
+    storage.write_bytes("a/b/c", b"123")
+    storage.write_bytes("a/d", b"")
+    storage.write_bytes("e", b"1")
+    assert storage.sizes() == {"a/b/c": 3, "a/d": 0, "e": 1}
+    assert storage.sizes("a/b") == {"a/b/c": 3}
+    assert storage.sizes("nothing") == {}
+
+
 def test_create_exclusive_keeps_the_first(storage):
     assert storage.create_exclusive("lock/done.json", b"first") is True
     assert storage.create_exclusive("lock/done.json", b"second") is False

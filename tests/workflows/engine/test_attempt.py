@@ -27,9 +27,9 @@ from lt2_workflows.loading import load_workflow
 from tests.workflows.conftest import FAKE_STEPS
 
 
-def attempted(root: Path, record: dict[str, Any]) -> tuple[int, list[dict[str, Any]], str]:
+def attempted(root: Path, record: dict[str, Any], step: str = "prepare") -> tuple[int, list[dict[str, Any]], str]:
     """(exit code, events, stderr), with stdin held open as a driver does."""
-    job = {"record": record, "storage": str(root), "step": "prepare", "attempt": 1, "ttl_s": 30.0}
+    job = {"record": record, "storage": str(root), "step": step, "attempt": 1, "ttl_s": 30.0}
     child = subprocess.Popen(
         [sys.executable, "-m", "lt2_workflows.engine.attempt"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -69,6 +69,18 @@ def test_what_a_recipe_prints_while_it_is_imported_is_no_event(tmp_path):
     code, events, errors = attempted(tmp_path, {"workflow": "w", "recipe_file": str(recipe), "steps": {}})
     assert (code, [event["event"] for event in events]) == (BAD_INPUT, ["failed"])
     assert "hello" in errors
+
+
+def test_a_deletion_that_was_cut_off_is_ended_before_the_step_begins(tmp_path):
+    """Or what is left of the old output would be gone on with (`lt2_workflows.engine.deletion`)."""
+    workflow, storage = load_workflow(f"{FAKE_STEPS}:chain", []), Storage(str(tmp_path))
+    folder = workflow.steps["first"].folder
+    storage.write_bytes(f"{folder}/out/lines", b"of before")
+    storage.write_json(f"{folder}/deleting.json", {})
+    code, _, errors = attempted(tmp_path, workflow.record(), "first")
+    assert code == DONE, errors
+    assert storage.read_bytes(f"{folder}/out/lines").decode().splitlines() == ["line 0", "line 1", "line 2"]
+    assert not storage.exists(f"{folder}/deleting.json")
 
 
 def worked(root, monkeypatch, step):

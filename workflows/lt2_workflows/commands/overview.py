@@ -18,6 +18,8 @@ SECTIONS = {
         "results",
         "note",
         "report",
+        "space",
+        "delete",
         "dashboard",
         "doctor",
     ),  # fmt: skip

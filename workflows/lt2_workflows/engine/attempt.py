@@ -26,6 +26,7 @@ from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage_errors import patiently
 from lt2_platform.train.on_ray.stopping import StopRequest
 from lt2_workflows.engine.context import StepContext
+from lt2_workflows.engine.deletion import clear
 from lt2_workflows.engine.endings import AT_ONCE, BAD_INPUT, BUSY, DONE, FAILED, INTERRUPTED, STATES, classify, said
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
@@ -58,6 +59,7 @@ def run_attempt(
     if not patiently(lease.acquire):
         return BUSY
     os.environ[FENCE] = storage.join(lease.fence)
+    patiently(lambda: clear(storage, step.folder))
     if patiently(lambda: read_done(storage, step)) is not None:  # another attempt finished before the claim succeeded
         patiently(lease.stop)
         patiently(lease.release)

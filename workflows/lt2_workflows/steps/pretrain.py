@@ -24,7 +24,7 @@ from lt2_platform.train.config import (
     check_workers,
     resolve_model,
 )
-from lt2_platform.wording import amount
+from lt2_platform.wording import amount, size
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import read_done
@@ -147,7 +147,7 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         f"{mixing}, "
         f"{config.train.steps - first:,} steps, {amount(tokens)} tokens, "
         f"{amount(tokens * flops_per_token(run, 'none'))} FLOPs, "
-        f"cache {amount(cost['cache_bytes_per_sequence']).replace('B', 'G')}B per sequence of {seq_len:,}"
+        f"cache {size(cost['cache_bytes_per_sequence'])} per sequence of {seq_len:,}"
         + beginning
         + "".join(f"; {remark}" for remark in remarks(model, config.train, seq_len))
     )
