@@ -30,8 +30,8 @@ LEASE = {
 
 
 @pytest.fixture
-def storage(tmp_path):
-    return Storage(str(tmp_path))
+def storage(request, tmp_path):
+    return Storage(request.getfixturevalue("s3_root") if getattr(request, "param", "") == "s3" else str(tmp_path))
 
 
 def step(storage, step_id, *, done=True, made=1000, **lease):
@@ -58,6 +58,7 @@ def files(storage, folder):
     return sorted(storage.sizes(folder))
 
 
+@pytest.mark.parametrize("storage", ["local", "s3"], indirect=True)
 def test_a_workflow_goes_with_the_steps_that_no_other_has(storage):
     workflow(storage, "a-1", "prepare-0", "train-1", "eval-1")
     workflow(storage, "b-1", "prepare-0", "train-2")
