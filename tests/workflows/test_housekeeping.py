@@ -103,6 +103,8 @@ def test_what_must_not_go_is_told(storage):
     workflow(storage, "a-2", "train-2", name="a")
     with pytest.raises(ConfigError, match="2 workflows are called a: a-1, a-2; give the id of one"):
         Deletion.of(storage, "a")
+    workflow(storage, "a", "train-3")
+    assert Deletion.of(storage, "a").steps == ("train-3",)  # an id goes before names
     with pytest.raises(ConfigError, match="step train-1 belongs to a-1; delete that workflow"):
         Deletion.of(storage, "train-1")
     step(storage, "more-1", done=False)
@@ -185,6 +187,17 @@ def test_what_takes_the_room(storage):
     assert (rows["numbers"]["bytes"], rows["numbers"]["files"]) == (20, 2)
     assert rows["what is left of deleted steps"]["files"] == 1
     assert sum(row["bytes"] for row in rows.values()) == sum(storage.sizes().values())
+
+
+def test_damaged_records_hide_no_sizes(storage, caplog):
+    workflow(storage, "a-1", "train-1")
+    storage.write_bytes("steps/train-1/done.json", b"{")
+    storage.write_bytes("workflows/b-1/dag.json", b"{")
+    rows = {row["what"]: row for row in usage(storage)}
+    assert (rows["steps/train-1"]["state"], rows["steps/train-1"]["workflows"]) == ("unreadable", ["a-1"])
+    assert "b-1/dag.json is not readable" in caplog.text
+    delete(storage, Deletion(("train-1",), ("a-1",), {}))  # a step's own damage does not keep it
+    assert files(storage, "steps/train-1") == ["steps/train-1/attempts/2/lease.json"]
 
 
 def test_the_commands(storage):

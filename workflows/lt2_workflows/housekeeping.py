@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,20 +12,28 @@ from typing import TYPE_CHECKING, Any
 from lt2.config import ConfigError
 from lt2_platform.wording import first_of
 from lt2_workflows.engine.deletion import check_idle, delete_step
-from lt2_workflows.engine.record_files import read_record
-from lt2_workflows.engine.records import step_state
+from lt2_workflows.engine.record_files import UnreadableRecordError, read_record
+from lt2_workflows.engine.records import UNREADABLE, step_state
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
 
+log = logging.getLogger(__name__)
+
 
 def usage(storage: Storage) -> list[dict[str, Any]]:
     """[{"what", "bytes", "files", "state", "ended", "workflows"}], largest first: a row for every step and every run
-    folder of torchrun, and one for each other kind of file. workflows: the ids of those that have the step.
+    folder of torchrun, and one for each other kind of file. workflows: the ids of those that have the step, as far as
+    their records are readable; of one that is not, the log says so.
     """
     users: dict[str, list[str]] = defaultdict(list)
     for workflow_id in storage.list("workflows"):
-        for step_id in _dag(storage, workflow_id)["ids"].values():
+        try:
+            ids = _dag(storage, workflow_id)["ids"]
+        except UnreadableRecordError as error:
+            log.warning("%s", error)
+            continue
+        for step_id in ids.values():
             users[f"steps/{step_id}"].append(workflow_id)
     files: dict[str, dict[str, int]] = defaultdict(dict)
     for path, size in storage.sizes().items():
@@ -34,9 +43,16 @@ def usage(storage: Storage) -> list[dict[str, Any]]:
     rows = [{"what": what, "bytes": sum(sizes.values()), "files": len(sizes)} for what, sizes in files.items()]
     for row in rows:
         kind, _, name = row["what"].partition("/")
-        state = step_state(storage, row["what"]) if kind == "steps" and name else {}
+        state = _state(storage, row["what"]) if kind == "steps" and name else {}
         row |= {"state": state.get("state"), "ended": state.get("ended"), "workflows": users.get(row["what"], [])}
     return sorted(rows, key=lambda row: (-row["bytes"], row["what"]))
+
+
+def _state(storage: Storage, folder: str) -> dict[str, Any]:
+    try:
+        return step_state(storage, folder)
+    except UnreadableRecordError:
+        return {"state": UNREADABLE}
 
 
 def _what(path: str) -> str:
@@ -74,7 +90,7 @@ class Deletion:
         not go: several of one name, a sweep's trial, what an unfinished workflow was told to begin with.
         """
         dags = {workflow_id: _dag(storage, workflow_id) for workflow_id in storage.list("workflows")}
-        mine = [each for each, dag in dags.items() if name in (each, dag["workflow"])]
+        mine = [name] if name in dags else [each for each, dag in dags.items() if name == dag["workflow"]]
         if len(mine) > 1:
             raise ConfigError(f"{len(mine)} workflows are called {name}: {first_of(mine)}; give the id of one")
         if not mine:
