@@ -45,3 +45,21 @@ def _unless_gone(function: object, path: str, raised: tuple[Any, BaseException, 
     """Another process may remove some of the same files meanwhile; the rest has to go all the same."""
     if not isinstance(raised[1], FileNotFoundError):
         raise raised[1]
+
+
+def sizes(folder: str) -> dict[str, int]:
+    """Bytes of every file below, by its path. Links are followed (a dataset may lie on another disk), but to no folder
+    that was seen already; links to nothing, and what is deleted meanwhile, are left out."""
+    found: dict[str, int] = {}
+    seen: set[str] = set()
+    tops = [folder]
+    for top in tops:  # grows
+        if os.path.realpath(top) in seen:
+            continue
+        for here, folders, names in os.walk(top):
+            seen.add(os.path.realpath(here))
+            tops += [path for path in (os.path.join(here, name) for name in folders) if os.path.islink(path)]
+            for path in (os.path.join(here, name) for name in names):
+                with suppress(FileNotFoundError):
+                    found[path] = os.stat(path).st_size
+    return found

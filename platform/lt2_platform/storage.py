@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -21,11 +23,12 @@ import fsspec
 
 from lt2.config import ConfigError
 from lt2_platform.fence import FENCE, OvertakenError
-from lt2_platform.local_files import on_disk, remove, temporary_beside
+from lt2_platform.local_files import on_disk, remove, sizes, temporary_beside
 from lt2_platform.s3_keys import S3, delete_keys, has_key, put_if_absent
 from lt2_platform.storage_errors import CHOOSE, STORAGE_ERRORS, notes_root, noting, refusal, telling_if_slow
 
 ARROW_ATTEMPTS = 8
+COPY_THREADS, COPY_BYTES = 8, 2**24
 
 
 def default_root() -> str:
@@ -178,9 +181,10 @@ class Storage:
     @notes_root
     def sizes(self, path: str = "") -> dict[str, int]:
         """Bytes of every file under `path`, by its path relative to the root; {} if there is no such folder."""
-        prefix = self.root.removeprefix(S3).rstrip("/") + "/"
-        found = self.fs.find(self.join(path), detail=True)
-        return {str(name).removeprefix(prefix): info["size"] for name, info in found.items()}
+        full = self.join(path)
+        if not full.startswith(S3):
+            return {self.relative(name): size for name, size in sizes(full).items()}
+        return {self.relative(S3 + name): info["size"] for name, info in self.fs.find(full, detail=True).items()}
 
     def arrow_fs(self, path: str = "") -> tuple[Any, str]:
         """(pyarrow filesystem, path inside it), for parquet readers and Ray Data."""
@@ -278,6 +282,17 @@ class Storage:
             self.delete(probe)
         except STORAGE_ERRORS as error:
             raise refusal(self.root, "written", error) from error
+
+
+def copy_files(source: Storage, target: Storage, paths: Sequence[str]) -> None:
+    """Copy files to the same paths under another root, some at a time."""
+
+    def copy(path: str) -> None:
+        with source.open(path) as read, target.writer(path) as write:
+            shutil.copyfileobj(read, write, COPY_BYTES)
+
+    with ThreadPoolExecutor(COPY_THREADS) as pool:
+        list(pool.map(copy, paths))  # raises what one of them raised
 
 
 def _json_bytes(value: Any) -> bytes:

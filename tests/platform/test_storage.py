@@ -132,6 +132,25 @@ def test_sizes_of_all_files_below(storage):
     assert storage.sizes("nothing") == {}
 
 
+def test_sizes_follow_links_once(tmp_path):
+    """wandb leaves latest-run beside the run; a dataset may lie on another disk."""
+    storage = Storage(str(tmp_path / "root"))
+    storage.write_bytes("wandb/run-1/log", b"12")
+    storage.write_bytes("wandb/run-1/self/log", b"1")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "shard").write_bytes(b"12345")
+    for name, to in {
+        "wandb/latest": "run-1",
+        "wandb/run-1/self/up": "../..",
+        "out": tmp_path / "disk",
+        "file": tmp_path / "disk" / "shard",
+        "nothing": "nowhere",
+    }.items():
+        (tmp_path / "root" / name).symlink_to(to)
+    assert storage.sizes() == {"wandb/run-1/log": 2, "wandb/run-1/self/log": 1, "out/shard": 5, "file": 5}
+    assert storage.sizes("out") == {"out/shard": 5}
+
+
 def test_create_exclusive_keeps_the_first(storage):
     assert storage.create_exclusive("lock/done.json", b"first") is True
     assert storage.create_exclusive("lock/done.json", b"second") is False

@@ -12,8 +12,8 @@ from lt2.config import ConfigError
 from lt2_platform.storage import Storage
 from lt2_platform.wording import size
 from lt2_workflows.cli import app
-from lt2_workflows.engine import deletion, records
-from lt2_workflows.engine.deletion import check_idle, clear
+from lt2_workflows.engine import hold, records
+from lt2_workflows.engine.hold import check_idle, clear
 from lt2_workflows.housekeeping import Deletion, delete, usage
 
 DONE = {"attempt": 1, "ended": 5.0, "result": {}, "provenance": {}}
@@ -83,7 +83,7 @@ def test_trials_go_with_their_sweep_and_not_without_it(storage):
     workflow(storage, "s-1-trial-1", "prepare-0", "train-1", part_of="sweep-1")
     workflow(storage, "s-1-trial-2", "prepare-0", "inner-2", part_of="sweep-1")
     workflow(storage, "s-1-trial-2-trial-1", "train-2", part_of="inner-2")
-    with pytest.raises(ConfigError, match=r"s-1-trial-1 is a trial of the sweep sweep-1; delete the workflow of that"):
+    with pytest.raises(ConfigError, match=r"s-1-trial-1 is a trial of the sweep sweep-1 in .*; give that one's"):
         Deletion.of(storage, "s-1-trial-1")
     workflow(storage, "other", "sweep-1")
     assert Deletion.of(storage, "s-1") == Deletion(
@@ -131,7 +131,7 @@ def test_a_running_step_stays(storage, monkeypatch):
         lease = storage.read_json("steps/eval-1/attempts/1/lease.json")
         storage.write_json("steps/eval-1/attempts/1/lease.json", lease | {"beat": lease["beat"] + 1})
 
-    monkeypatch.setattr(deletion.time, "sleep", beats)
+    monkeypatch.setattr(hold.time, "sleep", beats)
     with pytest.raises(ConfigError, match=r"step eval-1 is being run by process 1 on h; stop it first"):
         delete(storage, Deletion.of(storage, "a-1"))
     assert len(files(storage, "steps/train-1")) == 5
@@ -146,7 +146,7 @@ def test_who_died_without_a_word_is_waited_for_and_then_holds_nothing(storage, m
     assert 30 < now[0] < 33
 
 
-@pytest.mark.parametrize("refused", ["done.json", "out", "deleting.json"])
+@pytest.mark.parametrize("refused", ["done.json", "out", "incomplete.json"])
 def test_a_deletion_that_is_killed_is_ended_by_the_next_attempt_or_the_same_command(storage, monkeypatch, refused):
     workflow(storage, "a-1", "train-1")
     remove = Storage.delete
@@ -162,10 +162,10 @@ def test_a_deletion_that_is_killed_is_ended_by_the_next_attempt_or_the_same_comm
             delete(storage, Deletion.of(storage, "a-1"))
     storage.write_json(records.lease_path("steps/train-1", 2), LEASE)  # its lease is stale by now
     step_files = files(storage, "steps/train-1")
-    assert "steps/train-1/deleting.json" in step_files
+    assert "steps/train-1/incomplete.json" in step_files
     assert ("steps/train-1/done.json" in step_files) == (refused == "done.json")  # never done with half of its output
     clear(storage, "steps/train-1")
-    assert not {"deleting.json", "done.json", "out"} & set(storage.list("steps/train-1"))
+    assert not {"incomplete.json", "done.json", "out"} & set(storage.list("steps/train-1"))
     clear(storage, "steps/train-1")
     delete(storage, Deletion.of(storage, "a-1"))
     assert files(storage, "") == ["steps/train-1/attempts/3/lease.json"]

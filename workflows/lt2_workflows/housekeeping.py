@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
 from lt2_platform.wording import first_of
-from lt2_workflows.engine.deletion import check_idle, delete_step
+from lt2_workflows.engine.hold import check_idle, clear, hold
 from lt2_workflows.engine.record_files import UnreadableRecordError, read_record
 from lt2_workflows.engine.records import UNREADABLE, step_state
 
@@ -67,6 +67,23 @@ def _what(path: str) -> str:
     )
 
 
+def read_dags(storage: Storage) -> dict[str, Any]:
+    """The records of all workflows by id. Raises ConfigError for a damaged one: nobody knows what it needs."""
+    return {workflow_id: _dag(storage, workflow_id) for workflow_id in storage.list("workflows")}
+
+
+def named(storage: Storage, dags: dict[str, Any], name: str) -> str | None:
+    """The workflow of this id or name; None if there is none. Raises ConfigError for several of one name, and for a
+    sweep's trial, which belongs to the sweep."""
+    mine = [name] if name in dags else [each for each, dag in dags.items() if name == dag["workflow"]]
+    if len(mine) > 1:
+        raise ConfigError(f"{len(mine)} workflows are called {name}: {first_of(mine)}; give the id of one")
+    whole = {step_id for dag in dags.values() if not dag.get("part_of") for step_id in dag["ids"].values()}
+    if mine and (sweep := dags[mine[0]].get("part_of")) in whole:
+        raise ConfigError(f"{mine[0]} is a trial of the sweep {sweep} in {storage.root}; give that one's workflow")
+    return mine[0] if mine else None
+
+
 def _is_deleted(files: Iterable[str]) -> bool:
     """Whether these files of a step are the leases of its deletions alone."""
     return all(path.endswith("/lease.json") for path in files)
@@ -86,19 +103,14 @@ class Deletion:
 
     @classmethod
     def of(cls, storage: Storage, name: str) -> Deletion:
-        """name: a workflow's id or name, or the id of a step that is in no workflow. Raises ConfigError for what must
-        not go: several of one name, a sweep's trial, what an unfinished workflow was told to begin with.
+        """name: as of `named`, or the id of a step that is in no workflow. Raises ConfigError for what must not go,
+        too: what an unfinished workflow was told to begin with.
         """
-        dags = {workflow_id: _dag(storage, workflow_id) for workflow_id in storage.list("workflows")}
-        mine = [name] if name in dags else [each for each, dag in dags.items() if name == dag["workflow"]]
-        if len(mine) > 1:
-            raise ConfigError(f"{len(mine)} workflows are called {name}: {first_of(mine)}; give the id of one")
-        if not mine:
+        dags = read_dags(storage)
+        first = named(storage, dags, name)
+        if first is None:
             return cls._orphan(storage, name, dags)
-        whole = {step_id for dag in dags.values() if not dag.get("part_of") for step_id in dag["ids"].values()}
-        if (sweep := dags[mine[0]].get("part_of")) in whole:
-            raise ConfigError(f"{mine[0]} is a trial of the sweep {sweep}; delete the workflow of that one")
-        going = list(mine)
+        going = [first]
         for each in going:  # grows: the trials of a sweep that goes, which may have sweeps of their own
             others = _users(dags, without=going)
             ours = {step_id for step_id in dags[each]["ids"].values() if step_id not in others}
@@ -133,8 +145,17 @@ def delete(storage: Storage, deletion: Deletion, say: Callable[[str], None] = la
         say(f"workflows/{workflow_id}")
 
 
+def delete_step(storage: Storage, step_id: str) -> None:
+    """Delete a step that is idle (`check_idle`) but for one lease."""
+    folder = f"steps/{step_id}"
+    with hold(storage, step_id) as attempt:
+        clear(storage, folder)
+        for number in range(1, attempt):
+            storage.delete(f"{folder}/attempts/{number}")
+        storage.delete(f"{folder}/spec.json")
+
+
 def _dag(storage: Storage, workflow_id: str) -> dict[str, Any]:
-    """Its record. A damaged one raises: nobody knows what it needs."""
     return read_record(storage, f"workflows/{workflow_id}/dag.json") or {"workflow": workflow_id, "ids": {}}
 
 

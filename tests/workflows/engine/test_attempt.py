@@ -72,15 +72,15 @@ def test_what_a_recipe_prints_while_it_is_imported_is_no_event(tmp_path):
 
 
 def test_a_deletion_that_was_cut_off_is_ended_before_the_step_begins(tmp_path):
-    """Or what is left of the old output would be gone on with (`lt2_workflows.engine.deletion`)."""
+    """Or what is left of the old output would be gone on with (`lt2_workflows.engine.hold`)."""
     workflow, storage = load_workflow(f"{FAKE_STEPS}:chain", []), Storage(str(tmp_path))
     folder = workflow.steps["first"].folder
     storage.write_bytes(f"{folder}/out/lines", b"of before")
-    storage.write_json(f"{folder}/deleting.json", {})
+    storage.write_json(f"{folder}/incomplete.json", {})
     code, _, errors = attempted(tmp_path, workflow.record(), "first")
     assert code == DONE, errors
     assert storage.read_bytes(f"{folder}/out/lines").decode().splitlines() == ["line 0", "line 1", "line 2"]
-    assert not storage.exists(f"{folder}/deleting.json")
+    assert not storage.exists(f"{folder}/incomplete.json")
 
 
 def worked(root, monkeypatch, step):

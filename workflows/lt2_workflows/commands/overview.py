@@ -20,6 +20,7 @@ SECTIONS = {
         "report",
         "space",
         "delete",
+        "copy",
         "dashboard",
         "doctor",
     ),  # fmt: skip

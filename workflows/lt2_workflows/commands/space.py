@@ -1,4 +1,4 @@
-"""`lt2 space` and `lt2 delete`: what takes the room in a storage root, and getting it back."""
+"""`lt2 space`, `lt2 delete` and `lt2 copy`: what takes the room in a storage root, and where it goes."""
 
 from __future__ import annotations
 
@@ -66,3 +66,26 @@ def delete(
     if not yes and not typer.confirm(f"Delete {whole} in {root.root}?"):
         raise ConfigError("nothing is deleted")
     delete_all(root, deletion, say=lambda what: typer.echo(f"deleted {what}"))
+
+
+def copy(
+    workflow: Annotated[str, typer.Argument(metavar="WORKFLOW", help="A workflow's id or name.")],
+    to: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or s3://bucket/prefix to copy to.")],
+    storage: StorageOption = None,
+) -> None:
+    """Copy a workflow to another storage root: its finished steps, and the numbers of its runs.
+
+    There it is as if it had been run there: a recipe goes on from its steps, and the dashboard shows its runs. What the
+    other root has already is not copied again. After an interruption the same command does the rest.
+    """
+    from lt2.config import ConfigError
+    from lt2_platform.storage import Storage
+    from lt2_workflows.commands.records import readable
+    from lt2_workflows.copying import copy_workflow
+
+    source, target = readable(storage), Storage(to)
+    if source == target:
+        raise ConfigError(f"{target.root} is where it is; give another root")
+    target.check_writable()
+    copy_workflow(source, target, workflow, lambda what, how: typer.echo(f"{what}  {how}"))
+    typer.echo(f"\nnow also in {target.root}")

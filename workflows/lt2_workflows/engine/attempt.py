@@ -26,8 +26,8 @@ from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.storage_errors import patiently
 from lt2_platform.train.on_ray.stopping import StopRequest
 from lt2_workflows.engine.context import StepContext
-from lt2_workflows.engine.deletion import clear
 from lt2_workflows.engine.endings import AT_ONCE, BAD_INPUT, BUSY, DONE, FAILED, INTERRUPTED, STATES, classify, said
+from lt2_workflows.engine.hold import clear
 from lt2_workflows.engine.live_metrics import publish_progress
 from lt2_workflows.engine.local_ray import leave_ray
 from lt2_workflows.engine.output import capture_output, end_process
