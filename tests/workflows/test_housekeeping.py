@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lt2.config import ConfigError
+from lt2_platform.fence import OvertakenError
 from lt2_platform.storage import Storage
 from lt2_platform.wording import size
 from lt2_workflows.cli import app
@@ -144,6 +145,17 @@ def test_who_died_without_a_word_is_waited_for_and_then_holds_nothing(storage, m
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     check_idle(storage, ["train-1", "never-ran"])
     assert 30 < now[0] < 33
+
+
+def test_who_begins_to_run_a_step_meanwhile_keeps_it(storage, monkeypatch):
+    step(storage, "train-1")
+    with monkeypatch.context() as patched:
+        patched.setattr(hold, "last_attempt", lambda *_: 0)  # seen before attempt 1 began
+        with pytest.raises(ConfigError, match="step train-1 is being run by another process since a moment ago"):
+            delete(storage, Deletion.of(storage, "train-1"))
+    assert len(files(storage, "steps/train-1")) == 5
+    with pytest.raises(OvertakenError, match="step train-1: another process took over"), hold.hold(storage, "train-1"):
+        storage.write_json(records.lease_path("steps/train-1", 3), LEASE)
 
 
 @pytest.mark.parametrize("refused", ["done.json", "out", "incomplete.json"])
