@@ -47,6 +47,28 @@ class Traced:
         return replace(self, weights=weights, table=[[row[i] for i in places] for row in self.table])
 
 
+@dataclass(frozen=True)
+class MicroStep:
+    """All that the trace of a micro-step depends on: `size` sequences of `seq_len` tokens; see `plan_memory`."""
+
+    config: ModelConfig
+    objective: ObjectiveConfig
+    recompute: Recompute
+    seq_len: int
+    size: int
+    device_type: str
+    bf16: bool
+    sharded: bool
+    shards: int
+    keep: bool
+    teacher: ModelConfig | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights: under the bf16 policy FSDP hands out such that are bf16 already."""
+        return torch.bfloat16 if self.bf16 and self.sharded else torch.float32
+
+
 Known = dict[str, Traced]
 """Of plans made before, by all that they depend on; those that are given one add what they trace."""
 
@@ -90,53 +112,46 @@ def plan_memory(
     if bf16 is None:
         bf16 = train.precision == "bf16" or (train.precision == "auto" and device_type == "cuda")
     sharded = workers > 1 if sharded is None else sharded
-    options: dict[str, Any] = {
-        "device_type": device_type,
-        "bf16": bf16,
-        "sharded": sharded,
-        "shards": min(train.shard_workers or workers, workers) if sharded else 1,
-        "teacher": teacher,
-        "known": {} if known is None else known,
-    }
     rows, size = train.rows(workers)
+    alike, places = _kept_first(config)
+    step = MicroStep(
+        config=alike,
+        objective=train.objective,
+        recompute="block" if train.recompute == "loop" else train.recompute,
+        seq_len=seq_len,
+        size=size,
+        device_type=device_type,
+        bf16=bf16,
+        sharded=sharded,
+        shards=min(train.shard_workers or workers, workers) if sharded else 1,
+        keep=bool(train.keep_gathered),
+        teacher=teacher,
+    )
+    known = {} if known is None else known
     full, rest = divmod(rows, size)
-    micro_steps = [(size, full > 1)]
+    plans = [_peak(step, places, train, known, waiting=full > 1)]
     if rest and full == 1:  # the first finds no gradients that wait, the second is smaller
-        micro_steps.append((rest, True))
-    plans = [_plan(config, train, seq_len, size, waiting, **options) for size, waiting in micro_steps]
+        plans.append(_peak(replace(step, size=rest), places, train, known, waiting=True))
     return max(plans, key=lambda plan: plan.total)
 
 
-def _plan(
-    config: ModelConfig, train: TrainConfig, seq_len: int, size: int, waiting: bool, *, device_type: str, bf16: bool,
-    sharded: bool, shards: int, teacher: ModelConfig | None, known: Known,
-) -> Memory:  # fmt: skip
-    """The peak of a micro-step of `size` sequences and of the update; waiting: for gradients of earlier micro-steps."""
-    keep, recompute = bool(train.keep_gathered), train.recompute
-    # Under the bf16 policy FSDP hands out weights that are bf16 already.
-    dtype = torch.bfloat16 if bf16 and sharded else torch.float32
-    alike, places = _kept_first(config)
-    given: dict[str, Any] = {
-        "config": alike, "objective": train.objective, "recompute": "block" if recompute == "loop" else recompute,
-        "seq_len": seq_len, "size": size, "device_type": device_type, "bf16": bf16, "dtype": dtype,
-        "sharded": sharded, "shards": shards, "keep": keep, "teacher": teacher,
-    }  # fmt: skip
-    key = repr(given)
-    if key not in known:
-        known[key] = _trace(**given)
+def _peak(step: MicroStep, places: list[int], train: TrainConfig, known: Known, *, waiting: bool) -> Memory:
+    """The peak of a micro-step and of the update; waiting: for gradients of earlier micro-steps."""
+    if (key := repr(step)) not in known:
+        known[key] = _trace(step)
     traced = known[key].reordered(places)
     walk = Walk(
         traced.weights,
         waiting=waiting,
-        sharded=sharded,
-        shards=shards,
-        keep=keep,
-        itemsize=dtype.itemsize,
-        tied=config.tie_embeddings,
-        muon=(2 if device_type == "cuda" else 4) if isinstance(train.optimizer, MuonConfig) else 0,
+        sharded=step.sharded,
+        shards=step.shards,
+        keep=step.keep,
+        itemsize=step.dtype.itemsize,
+        tied=step.config.tie_embeddings,
+        muon=(2 if step.device_type == "cuda" else 4) if isinstance(train.optimizer, MuonConfig) else 0,
     )
     walk.add(teacher=traced.teacher)
-    walk.run(traced.table, traced.start, traced.end, traced.loss, traced.state, recompute=recompute)
+    walk.run(traced.table, traced.start, traced.end, traced.loss, traced.state, recompute=train.recompute)
     return walk.peak
 
 
@@ -150,17 +165,15 @@ def _kept_first(config: ModelConfig) -> tuple[ModelConfig, list[int]]:
     return config.model_copy(update={"layout": first}), [order.index(layer) for layer in range(config.n_layers)]
 
 
-def _trace(
-    config: ModelConfig, objective: ObjectiveConfig, recompute: Recompute, seq_len: int, size: int, device_type: str,
-    bf16: bool, dtype: torch.dtype, sharded: bool, shards: int, keep: bool, teacher: ModelConfig | None,
-) -> Traced:  # fmt: skip
-    autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bf16 else nullcontext
-    with FakeTensorMode(allow_non_fake_inputs=True), outline.planning(device_type):
+def _trace(step: MicroStep) -> Traced:
+    config, objective = step.config, step.objective
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16) if step.bf16 else nullcontext
+    with FakeTensorMode(allow_non_fake_inputs=True), outline.planning(step.device_type):
         model = LoopedLM(config).train()
-        parallel.cast_weights(model, dtype)
+        parallel.cast_weights(model, step.dtype)
         freeze(model, lambda name: objective.lr_scale(name, config))
-        parallel.wrap_blocks(model, recompute=recompute)
-        ids = torch.zeros(size, seq_len, dtype=torch.int64)
+        parallel.wrap_blocks(model, recompute=step.recompute)
+        ids = torch.zeros(step.size, step.seq_len, dtype=torch.int64)
         with LiveStorages() as live:
             with live.over() as start:
                 tracer = _tracer(model, ids, live, autocast, objective if isinstance(objective, AlignConfig) else None)
@@ -169,13 +182,13 @@ def _trace(
             if isinstance(objective, AlignConfig):
                 loss = Loss(state, 0)
             elif isinstance(objective, DistillConfig):
-                loss = tracer.per_loop_kl(objective, device_type, teacher)
+                loss = tracer.per_loop_kl(objective, step.device_type, step.teacher)
             elif isinstance(objective, ExitGateConfig):
-                loss = tracer.exit_gate(device_type)
+                loss = tracer.exit_gate(step.device_type)
             else:
-                loss = tracer.next_token(device_type)
-            if teacher is not None:
-                weights, peak = _teacher(teacher, ids, live, autocast, bf16, shards=shards, sharded=sharded, keep=keep)
+                loss = tracer.next_token(step.device_type)
+            if step.teacher is not None:
+                weights, peak = _teacher(step.teacher, step, ids, live, autocast)
                 loss = replace(loss, asking=peak + (config.n_loops + 1) * state)
     return Traced(Weights.of(model), table, start[0], end, loss, state, weights)
 
@@ -190,17 +203,16 @@ def _tracer(
 
 
 def _teacher(
-    config: ModelConfig, ids: torch.Tensor, live: LiveStorages, autocast: Any, bf16: bool, *, shards: int,
-    sharded: bool, keep: bool,
-) -> tuple[int, int]:  # fmt: skip
+    config: ModelConfig, step: MicroStep, ids: torch.Tensor, live: LiveStorages, autocast: Any
+) -> tuple[int, int]:
     """(bytes of its weights and of what is gathered of them, peak of its forward pass): see `load_teacher`."""
     model = LoopedLM(config).eval().requires_grad_(False)
-    if bf16:
+    if step.bf16:
         parallel.cast_weights(model, torch.bfloat16)
     stored = sum(p.nbytes for p in model.parameters())
     blocks = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
     gathered = 0
-    if sharded:  # the root always, the blocks as the student's: all, or the one that runs and the next
-        gathered = stored if keep else stored - sum(blocks)
-    peak = _tracer(model, ids, live, autocast).asking() + (2 * max(blocks) if sharded and not keep else 0)
-    return stored // shards + gathered, peak
+    if step.sharded:  # the root always, the blocks as the student's: all, or the one that runs and the next
+        gathered = stored if step.keep else stored - sum(blocks)
+    running = 2 * max(blocks) if step.sharded and not step.keep else 0
+    return stored // step.shards + gathered, _tracer(model, ids, live, autocast).asking() + running

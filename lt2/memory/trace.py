@@ -117,28 +117,22 @@ class Tracer:
 
     def next_token(self, device_type: str) -> Loss:
         """Of the final norm and the chunked cross entropy."""
-        n_tokens, D = self.h.shape[0] * self.h.shape[1], self.h.shape[2]
-        rows = min(n_tokens, rows_per_chunk(device_type, self.model.config.vocab_size))
-        few = min(n_tokens, 2 * rows)  # every chunk after the second is like it
-        hidden = torch.zeros(few, D, dtype=self.h.dtype, requires_grad=True)
+        rows, few, rest = self._chunks(device_type, self.h.shape[0] * self.h.shape[1])
+        hidden = torch.zeros(few, self.h.shape[2], dtype=self.h.dtype, requires_grad=True)
         targets = torch.zeros(few, dtype=torch.int64)
         with self.live.over() as found, self.autocast():
             loss = chunked_cross_entropy(
                 self.model.final_norm(hidden), self.model.head_weight, targets, chunk_rows=rows
             ).loss
         del loss
-        rest = (n_tokens - few) * D * self.h.dtype.itemsize
-        return Loss(found[1] + 2 * rest, self.gradient)  # the normed state and its gradient
+        return Loss(found[1] + 2 * rest * self.h.dtype.itemsize, self.gradient)  # the normed state and its gradient
 
     def exit_gate(self, device_type: str) -> Loss:
         """Of the final norm after every loop, and of the chunked cross entropy of all loops' states in one tensor."""
-        V, T = self.model.config.vocab_size, self.model.config.n_loops
-        n_states, D = T * self.h.shape[0] * self.h.shape[1], self.h.shape[2]
-        rows = min(n_states, rows_per_chunk(device_type, V))
-        few = min(n_states, 2 * rows)
-        with self.live.over() as normed, self.autocast():
-            state = self.model.final_norm(self.h)
-        hidden = torch.zeros(few, D, dtype=state.dtype, requires_grad=True)
+        T = self.model.config.n_loops
+        state, normed = self._normed()
+        rows, few, rest = self._chunks(device_type, T * self.h.shape[0] * self.h.shape[1])
+        hidden = torch.zeros(few, self.h.shape[2], dtype=state.dtype, requires_grad=True)
         targets = torch.zeros(few, dtype=torch.int64)
         shares = torch.ones(few, requires_grad=True)
         with self.live.over() as found, self.autocast():
@@ -147,30 +141,26 @@ class Tracer:
             ).loss
         del loss
         states = T * state.nbytes
-        rest = states - few * D * state.dtype.itemsize
-        # The final state is normed once more for those who do not look at loops.
-        peak = states + found[1] + rest + normed[0]
-        return Loss(peak, self.gradient, states=normed[0], together=states)
+        peak = states + found[1] + rest * state.dtype.itemsize + normed
+        return Loss(peak, self.gradient, states=normed, together=states)
 
     def per_loop_kl(self, config: DistillConfig, device_type: str, teacher: ModelConfig | None) -> Loss:
         """Of a final norm after every loop and the chunked KL over as many loops as ever count at once.
 
         teacher: who is asked; None: its top-k came with the batch.
         """
+        V, k = self.model.config.vocab_size, config.k or self.model.config.vocab_size
         n_tokens, D = self.h.shape[0] * self.h.shape[1], self.h.shape[2]
-        V, T = self.model.config.vocab_size, self.model.config.n_loops
-        used = 1 if config.supervision == "final" else T
-        rows = min(n_tokens, rows_per_chunk(device_type, V))
-        few = min(n_tokens, 2 * rows)
-        with self.live.over() as normed, self.autocast():
-            state = self.model.final_norm(self.h)
+        used = 1 if config.supervision == "final" else self.model.config.n_loops
+        state, normed = self._normed()
+        rows, few, rest = self._chunks(device_type, n_tokens)
         hidden = torch.zeros(few, D, dtype=state.dtype, requires_grad=True)
         asked: Teacher
         if teacher is None:
             asked = lambda loop, start, stop: TopK(  # noqa: E731
-                torch.zeros(stop - start, config.k or V), torch.zeros(stop - start, config.k or V, dtype=torch.int64)
+                torch.zeros(stop - start, k), torch.zeros(stop - start, k, dtype=torch.int64)
             )
-            given = used * n_tokens * (config.k or V) * 6  # fp16 and int32
+            given = used * n_tokens * k * 6  # fp16 and int32
         else:
             weight = torch.zeros(V, D, dtype=self.model.head_weight.dtype)
             asked = lambda loop, start, stop: top_k(hidden.detach()[start:stop], weight, config.k)  # noqa: E731
@@ -182,6 +172,19 @@ class Tracer:
                 temperature=config.temperature, chunk_rows=rows,
             ).loss  # fmt: skip
         del loss
-        rest = (used * n_tokens - few) * D * state.dtype.itemsize  # gradients of the loops' states
-        # The final state is normed once more for those who do not look at loops.
-        return Loss(found[1] + rest + normed[0], self.gradient, states=normed[0], given=given)
+        rest = (rest + (used - 1) * n_tokens * D) * state.dtype.itemsize  # gradients of the loops' states
+        return Loss(found[1] + rest + normed, self.gradient, states=normed, given=given)
+
+    def _normed(self) -> tuple[Tensor, int]:
+        """A state after the final norm, and what that keeps: the last one is normed once more for those who do not
+        look at loops."""
+        with self.live.over() as normed, self.autocast():
+            state = self.model.final_norm(self.h)
+        return state, normed[0]
+
+    def _chunks(self, device_type: str, n_states: int) -> tuple[int, int, int]:
+        """(rows of a chunk of logits, states that are traced, elements of the others): every chunk after the second is
+        like it."""
+        rows = min(n_states, rows_per_chunk(device_type, self.model.config.vocab_size))
+        few = min(n_states, 2 * rows)
+        return rows, few, (n_states - few) * self.h.shape[2]

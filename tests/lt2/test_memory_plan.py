@@ -40,7 +40,7 @@ def planned(monkeypatch):
                 super().run(*given, recompute=recompute)
 
         monkeypatch.setattr(plan, "Walk", Watched)
-        monkeypatch.setattr(plan, "_trace", lambda **given: traces.append(given) or TRACED)
+        monkeypatch.setattr(plan, "_trace", lambda step: traces.append(step) or TRACED)
         train, length = (
             TrainConfig.model_validate({"steps": 1, "global_batch_size": 8} | settings),
             more.pop("seq_len", L),
@@ -64,8 +64,8 @@ def planned(monkeypatch):
 def test_dtypes_and_shards_are_those_of_the_run(planned, device, settings, bf16, bytes_gathered, shards):
     ((trace,), (walk,), _) = planned(device_type=device, **settings)
     dtype = torch.bfloat16 if bytes_gathered == 2 else torch.float32
-    assert (trace["device_type"], trace["bf16"], trace["dtype"], trace["shards"]) == (device, bf16, dtype, shards)
-    assert (walk["itemsize"], walk["shards"], walk["sharded"]) == (bytes_gathered, shards, trace["sharded"])
+    assert (trace.device_type, trace.bf16, trace.dtype, trace.shards) == (device, bf16, dtype, shards)
+    assert (walk["itemsize"], walk["shards"], walk["sharded"]) == (bytes_gathered, shards, trace.sharded)
     assert walk["sharded"] == (settings.get("sharded", settings.get("workers", 1) > 1))
 
 
@@ -79,7 +79,7 @@ def test_dtypes_and_shards_are_those_of_the_run(planned, device, settings, bf16,
 ])  # fmt: skip
 def test_gradients_wait_where_a_step_has_several_micro_batches(planned, workers, micro_batch_size, sizes, waiting):
     traces, walks, _ = planned(workers=workers, micro_batch_size=micro_batch_size)
-    assert [trace["size"] for trace in traces] == sizes
+    assert [trace.size for trace in traces] == sizes
     assert [walk["waiting"] for walk in walks] == waiting
 
 
@@ -96,8 +96,8 @@ def test_the_walk_knows_optimizer_head_and_what_stays(planned, optimizer, device
 def test_a_teacher_counts_and_a_recomputed_loop_is_traced_as_blocks(planned):
     teacher = model_config(n_loops=3)
     ((trace,), (walk,), found) = planned(teacher=teacher, activation_checkpoint="loop")
-    assert (trace["teacher"], found.teacher) == (teacher, 9)
-    assert (trace["recompute"], walk["recompute"]) == ("block", "loop")
+    assert (trace.teacher, found.teacher) == (teacher, 9)
+    assert (trace.recompute, walk["recompute"]) == ("block", "loop")
 
 
 @pytest.mark.parametrize("changed", [

@@ -1,6 +1,7 @@
 """What a plan takes one block's use for, against real tensors and against itself."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from lt2.model import build
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
 from lt2.train.loss import chunked_cross_entropy
+from lt2.train.objectives import NextTokenConfig
 from lt2.train.optim import freeze
 
 L, ROWS = 16, 2
@@ -233,11 +235,12 @@ def test_a_smaller_last_micro_batch_finds_gradients_that_wait():
 
 def test_a_teacher_is_held_in_the_precision_of_training():
     config = model_config(uniform(FULL))
-    ids, options = torch.zeros(ROWS, L, dtype=torch.int64), {"shards": 1, "sharded": False, "keep": True}
+    ids, sizes = torch.zeros(ROWS, L, dtype=torch.int64), {"seq_len": L, "size": ROWS, "device_type": "cuda"}
+    step = plan.MicroStep(config, NextTokenConfig(), "none", **sizes, bf16=False, sharded=False, shards=1, keep=True)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
-        whole, _ = plan._teacher(config, ids, live, nullcontext, False, **options)
-        half, peak = plan._teacher(config, ids, live, autocast, True, **options)
+        whole, _ = plan._teacher(config, step, ids, live, nullcontext)
+        half, peak = plan._teacher(config, replace(step, bf16=True), ids, live, autocast)
     assert whole == 4 * sum(p.numel() for p in build(config).parameters()) == 2 * half
     kept = {"type": "kept", "attention": FULL, "mixer": LA, "kept": [1]}
     found = traced(model_config(kept), config, precision="bf16", objective={"type": "distill", "k": 4})
