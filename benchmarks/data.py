@@ -30,9 +30,9 @@ def write_corpus(path: Path, size: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from lt2_platform.data.sources.listing import find_files
+    from lt2_platform.data.sources.paths import stdlib
 
-    text = "".join(Path(file.path).read_text(errors="replace") for file in find_files("python-stdlib"))
+    text = "".join(Path(path).read_text(errors="replace") for _, path in stdlib())
     text = (text * (size // len(text) + 1))[:size]
     documents = [text[at : at + 3000] for at in range(0, size, 3000)]
     pq.write_table(pa.table({"id": range(len(documents)), "text": documents}), path, row_group_size=500)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -108,10 +109,11 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     folder.claim(storage)
     try:
         with some_ray(parallelism):
+            made = _Making(config, tokenizer, _copy_tokenizer(config.tokenizer, storage), storage, fingerprint)
             if listing is not None:
-                manifest = _build_live(config, tokenizer, listing, storage, fingerprint, parallelism)
+                manifest = _build_live(made, listing, parallelism)
             else:
-                manifest = _build(config, tokenizer, files, work, storage, fingerprint, parallelism)
+                manifest = _build(made, files, work, parallelism)
     except ConfigError:
         if not storage.exists(MANIFEST):
             folder.discard(storage)
@@ -126,35 +128,72 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     return manifest
 
 
+@dataclass(frozen=True)
+class _Making:
+    """A dataset in the making. file: the tokenizer's own in it; None for the built-in one."""
+
+    config: PrepareConfig
+    tokenizer: Tokenizer
+    file: str | None
+    storage: Storage
+    fingerprint: str
+
+    def job(self, threshold: int) -> Job:
+        config, width = self.config, self.config.seq_len + 1
+        ids = folder.special_ids(self.tokenizer)
+        made_of = [self.fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS, ids]
+        return Job(
+            out=self.storage.root,
+            staging=f"{folder.STAGING}/{sha256_of(made_of)[:16]}",
+            tokenizer=self.storage.join(self.file) if self.file else config.tokenizer,
+            sources=tuple(config.parts),
+            seed=config.seed,
+            threshold=threshold,
+            width=width,
+            shard_sequences=config.shard_sequences or max(units.ROW_GROUP, SHARD_TOKENS // width // 64 * 64),
+            max_document_tokens=config.max_document_tokens,
+            masked=any(part.masks_loss for part in config.parts),
+        )
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest's entries that only depend on the config."""
+        config = self.config
+        masked = {"loss_mask": True} if any(part.masks_loss for part in config.parts) else {}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "fingerprint": self.fingerprint,
+            # Every checkpoint has this record.
+            "tokenizer": {**describe(self.tokenizer), "file": self.file, **chat_templates(config)},
+            "seq_len": config.seq_len,
+            "seed": config.seed,
+            "config": _settings(config),
+            **masked,
+        }
+
+
 def _build(
-    config: PrepareConfig,
-    tokenizer: Tokenizer,
-    files: Sequence[sources.SourceFile],
-    work: Sequence[Unit],
-    storage: Storage,
-    fingerprint: str,
-    parallelism: int | None,
+    made: _Making, files: Sequence[sources.SourceFile], work: Sequence[Unit], parallelism: int | None
 ) -> dict[str, Any] | None:
     """Tokenise and write the shards. Returns the manifest, or None where another process has written it meanwhile."""
-    file = _copy_tokenizer(config.tokenizer, storage)
-    chosen = _job(config, tokenizer, file, storage, fingerprint, holdout_threshold(config.validation_fraction))
-    records = _tokenize(work, chosen, parallelism)
+    config = made.config
+    job = made.job(holdout_threshold(config.validation_fraction))
+    records = _tokenize(work, job, parallelism)
     refuse_empty(records, files, config.source)
     lowest = min(record["lowest"] for record in records if record["lowest"] is not None)
     highest = max(record["highest"] for record in records if record["highest"] is not None)
-    forced = forced_threshold(chosen.threshold, lowest, highest)
-    if forced != chosen.threshold:
+    forced = forced_threshold(job.threshold, lowest, highest)
+    if forced != job.threshold:
         # Chance left one side without a document, so the corpus is small: dividing it again is cheap.
-        chosen = _job(config, tokenizer, file, storage, fingerprint, forced)
-        records = _tokenize(work, chosen, parallelism)
-    if not folder.cleared(storage):
+        job = made.job(forced)
+        records = _tokenize(work, job, parallelism)
+    if not folder.cleared(made.storage):
         return None
     streams, mixed = _streams(config, work, records)
-    splits = write_splits(records, streams, chosen, parallelism)
-    manifest = _common(config, tokenizer, file, fingerprint) | {
+    splits = write_splits(records, streams, job, parallelism)
+    manifest = made.manifest() | {
         "sources": describe_sources(config.source, config.parts, files, work, records),
         "splits": splits,
-        "quarantine": write_quarantine(work, records, storage, chosen),
+        "quarantine": write_quarantine(work, records, made.storage, job),
     }
     if mixed:
         manifest["mixture"] = mixed
@@ -163,18 +202,10 @@ def _build(
     return manifest
 
 
-def _build_live(
-    config: PrepareConfig,
-    tokenizer: Tokenizer,
-    listing: on_the_fly.Listing,
-    storage: Storage,
-    fingerprint: str,
-    parallelism: int | None,
-) -> dict[str, Any] | None:
+def _build_live(made: _Making, listing: on_the_fly.Listing, parallelism: int | None) -> dict[str, Any] | None:
     """`_build` for a corpus that is tokenised while training: only the held-out units are tokenised now."""
-    file = _copy_tokenizer(config.tokenizer, storage)
     work = listing.held_out_work()
-    job = _job(config, tokenizer, file, storage, fingerprint, HASH_SPACE)  # every document of a held-out unit
+    job = made.job(HASH_SPACE)  # every document of a held-out unit
     records = _tokenize(work, job, parallelism)
     if work and not any(sum(record["documents"].values()) for record in records):
         reasons = sorted(set().union(*(record["reasons"] for record in records)))
@@ -182,57 +213,23 @@ def _build_live(
         raise ConfigError(
             f"no usable document in the units held out{found}; check the source, or set another prepare.seed"
         )
-    if not folder.cleared(storage):
+    if not folder.cleared(made.storage):
         return None
     splits = write_splits(records, {"validation": mixture.whole(records, "validation")}, job, parallelism)
     unknown = {"files": [], "sequences": None, "tokens": None, "dropped_tokens": 0, "documents": None}
     splits["train"] = unknown | {"unigram_entropy": splits["validation"]["unigram_entropy"]}
-    return _common(config, tokenizer, file, fingerprint) | {
+    return made.manifest() | {
         "sources": [sources.describe(file, None) for file in listing.files],
         "splits": splits,
-        "quarantine": write_quarantine(work, records, storage, job, complete=False),
+        "quarantine": write_quarantine(work, records, made.storage, job, complete=False),
         on_the_fly.KEY: listing.record(),
     }
-
-
-def _job(
-    config: PrepareConfig, tokenizer: Tokenizer, file: str | None, storage: Storage, fingerprint: str, threshold: int
-) -> Job:
-    width = config.seq_len + 1
-    made_of = [fingerprint, threshold, sources.UNIT_BYTES, sources.MAX_UNITS, folder.special_ids(tokenizer)]
-    return Job(
-        out=storage.root,
-        staging=f"{folder.STAGING}/{sha256_of(made_of)[:16]}",
-        tokenizer=storage.join(file) if file else config.tokenizer,
-        sources=tuple(config.parts),
-        seed=config.seed,
-        threshold=threshold,
-        width=width,
-        shard_sequences=config.shard_sequences or max(units.ROW_GROUP, SHARD_TOKENS // width // 64 * 64),
-        max_document_tokens=config.max_document_tokens,
-        masked=any(part.masks_loss for part in config.parts),
-    )
 
 
 def chat_templates(config: PrepareConfig) -> dict[str, list[str]]:
     """{"chat_templates": by which templates the data's conversations are written}, empty if there are none."""
     templates = sorted({part.template for part in config.parts if isinstance(part, OpenThoughtsConfig)})
     return {"chat_templates": templates} if templates else {}
-
-
-def _common(config: PrepareConfig, tokenizer: Tokenizer, file: str | None, fingerprint: str) -> dict[str, Any]:
-    """The manifest's entries that only depend on the config."""
-    masked = {"loss_mask": True} if any(part.masks_loss for part in config.parts) else {}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "fingerprint": fingerprint,
-        # Every checkpoint has this record.
-        "tokenizer": {**describe(tokenizer), "file": file, **chat_templates(config)},
-        "seq_len": config.seq_len,
-        "seed": config.seed,
-        "config": _settings(config),
-        **masked,
-    }
 
 
 def _streams(

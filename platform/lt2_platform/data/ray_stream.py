@@ -77,8 +77,7 @@ def ray_batches(
         last,
         steps,
     )
-    own = _batches(share, limit, steps * step_bytes)
-    return read_ahead(own, prefetch) if prefetch else own
+    return read_ahead(_batches(share, limit, steps * step_bytes), prefetch)
 
 
 def _batches(share: Share, limit: int, chunk_bytes: int) -> Iterator[dict[str, np.ndarray]]:

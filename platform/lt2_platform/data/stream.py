@@ -162,8 +162,7 @@ class PackedDataset:
         """
         check_not_empty(self)
         first, last = share_of(global_batch_size, rank, world_size)
-        own = self._own_batches(position, global_batch_size, first, last, seed)
-        return read_ahead(own, prefetch) if prefetch else own
+        return read_ahead(self._own_batches(position, global_batch_size, first, last, seed), prefetch)
 
     def _own_batches(self, position: int, size: int, first: int, last: int, seed: int) -> Iterator[dict]:
         while True:
@@ -261,7 +260,9 @@ _END = object()
 
 
 def read_ahead(source: Iterator[Any], depth: int) -> Iterator[Any]:
-    """`source`, produced up to `depth` items ahead by a thread; its exceptions are raised here, in their place."""
+    """`source`, produced up to `depth` (0: none) items ahead by a thread; its exceptions are raised here, in place."""
+    if not depth:
+        return source
     items: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
 

@@ -148,12 +148,10 @@ def _tokenize(unit: Unit, job: Job, outputs: dict[str, IO[bytes]], bad: IO[bytes
     tally = _Tally()
     for batch in in_batches(_documents(unit, job, tally, bad), BATCH_CHARACTERS):
         documents = [document for _, _, _, document in batch]
-        check_masked(documents, job.sources[batch[0][0].source], job.masked)
-        encoded = encode_documents(tokenizer, documents)
+        source = job.sources[batch[0][0].source]
+        made = framed_pieces(documents, tokenizer, source, masked=job.masked, limit=job.max_document_tokens)
         sides: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        for (file, part, row, document), ids in zip(batch, encoded, strict=True):
-            framed = frame(ids, tokenizer.bos_id, tokenizer.eos_id)
-            pieces = split_framed(framed, job.max_document_tokens, tokenizer.bos_id)
+        for (file, part, row, document), pieces in zip(batch, made, strict=True):
             _refuse_if_too_long(len(pieces[0]), job, file, part, row)
             tally.documents_split += len(pieces) > 1
             value = document_hash(text_of(document).encode(), job.seed)
@@ -168,13 +166,20 @@ def _tokenize(unit: Unit, job: Job, outputs: dict[str, IO[bytes]], bad: IO[bytes
     return tally
 
 
-def check_masked(documents: Sequence[Document], source: FileSource, masked: bool) -> None:
-    """Raise ConfigError for parts that are not to be learned where no loss_mask would say so: all would be."""
+def framed_pieces(
+    documents: list[Document], tokenizer: Tokenizer, source: FileSource, *, masked: bool, limit: int | None
+) -> list[list[np.ndarray]]:
+    """What becomes of each document: framed pieces of at most `limit` tokens.
+
+    Raises ConfigError for parts that are not to be learned where no loss_mask (`masked`) would say so: all would be.
+    """
     pieces = () if masked else (piece for one in documents if not isinstance(one, str) for piece in one)
     if not all(piece.learned for piece in pieces):
         raise ConfigError(
             f"source type {source.type!r} gives pieces that are not learned, but its masks_loss is false; make it true"
         )
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    return [split_framed(frame(ids, bos, eos), limit, bos) for ids in encode_documents(tokenizer, documents)]
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:

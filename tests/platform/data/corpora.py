@@ -9,6 +9,9 @@ import pyarrow.parquet as pq
 import zstandard
 
 from lt2_platform.data import cut, prepare
+from lt2_platform.data.sources.bad_files import refuse
+from lt2_platform.data.sources.configs import PlainSource
+from lt2_platform.data.sources.listing import look_through
 
 WORDS = [
     "loop",
@@ -25,6 +28,13 @@ WORDS = [
     "of",
     "and",
 ]
+
+
+def find_files(source, format="auto"):
+    """The files that a bare path means; raises for what is wrong with them, as planning does."""
+    files, bad = look_through([PlainSource(path=source, format=format)])
+    refuse(bad)
+    return files
 
 
 def document(rng: random.Random, words: int) -> str:

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lt2.config import ConfigError
-from lt2_platform.data.pack import frame, join_framed, learned, pack, split_framed
+from lt2_platform.data.pack import join_framed, learned, pack
 from lt2_platform.data.sources.configs import FileSource
 from lt2_platform.data.sources.documents import Document, Fault
 from lt2_platform.data.sources.listing import Slice, SourceFile
 from lt2_platform.data.sources.readers import LEFT_OUT, read_rows
 from lt2_platform.data.stream import shuffled
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
-from lt2_platform.data.units import check_masked, encode_documents, in_batches
+from lt2_platform.data.units import framed_pieces, in_batches
 from lt2_platform.storage import Storage
 
 BATCH_CHARACTERS = 2**16  # tokenised at once; small, so that a lane that runs dry is not long in coming back
@@ -120,15 +120,10 @@ class Lane:
     def _encoded(self, start: Cursor) -> Iterator[list[_Made]]:
         tokenizer = load_tokenizer(self.plan.tokenizer)
         for batch in in_batches(self._documents(start), BATCH_CHARACTERS):
-            made = []
             documents = [document for _, _, document in batch]
-            check_masked(documents, self.plan.sources[self.source], self.plan.masked)
-            encoded = encode_documents(tokenizer, documents)
-            for (unit, row, _), ids in zip(batch, encoded, strict=True):
-                framed = frame(ids, tokenizer.bos_id, tokenizer.eos_id)
-                pieces = split_framed(framed, self.plan.max_document_tokens, tokenizer.bos_id)
-                made.append(_Made(unit, row, join_framed(pieces)))
-            yield made
+            source, limit = self.plan.sources[self.source], self.plan.max_document_tokens
+            made = framed_pieces(documents, tokenizer, source, masked=self.plan.masked, limit=limit)
+            yield [_Made(unit, row, join_framed(one)) for (unit, row, _), one in zip(batch, made, strict=True)]
 
     def _documents(self, start: Cursor) -> Iterator[tuple[int, int, Document]]:
         empty: set[int] = set()  # by index: numbers name the same few units again and again

@@ -51,33 +51,21 @@ class Slice:
 
 
 def look_through(parts: Sequence[FileSource], *, sampled: bool = False) -> tuple[list[SourceFile], list[str]]:
-    """The files of every source, source by source, and what is wrong with the paths and files that cannot be used."""
+    """The files of every source, source by source and each once in it; and what is wrong with those that are no use.
+
+    sampled: tell versions of local files by a few of their blocks instead of reading all of them.
+    Raises ConfigError for a source without a path.
+    """
     files, bad = [], []
     for index, part in enumerate(parts):
-        found, wrong = _find(part.path, part.format, part.by_extension, sampled)
+        found, wrong = _find(part, sampled)
         files += [replace(file, source=index) for file in found]
         bad += wrong
     return files, bad
 
 
-def find_files(
-    source: str | Sequence[str], format: str = "auto", *, by_extension: bool = False, sampled: bool = False
-) -> list[SourceFile]:
-    """Every file of `source` (paths, globs, folders, "python-stdlib"), in a fixed order, each once.
-
-    `by_extension`: with a given format, leave out of folders and globs what has no extension of that format.
-    `sampled`: tell versions of local files by a few of their blocks instead of reading all of them.
-    Raises ConfigError for missing paths, globs or folders without usable files, unknown extensions, unreadable files.
-    """
-    files, bad = _find(source, format, by_extension, sampled)
-    refuse(bad)
-    return files
-
-
-def _find(
-    source: str | Sequence[str], format: str, by_extension: bool, sampled: bool
-) -> tuple[list[SourceFile], list[str]]:
-    named, bad = _named(source, format, by_extension)
+def _find(part: FileSource, sampled: bool) -> tuple[list[SourceFile], list[str]]:
+    named, bad = _named(part)
     if not named and not bad:
         raise ConfigError("no source given; set prepare.source to a file, folder, glob or python-stdlib")
 
@@ -92,7 +80,8 @@ def _find(
                 f"{name} is not a regular file (a pipe, a socket or a device); remove it"  # opening may wait for ever
             )
         try:
-            file = _inspect(name, path, format, sampled)
+            format, compression = format_of(path, part.format)
+            file = SourceFile(name, path, format, compression, *version_of(path, sampled=sampled))
         except OSError as error:
             # ELOOP: a link that leads to itself
             if not isinstance(error, PermissionError | FileNotFoundError) and error.errno != errno.ELOOP:
@@ -107,13 +96,13 @@ def _find(
     return [each for each in found if isinstance(each, SourceFile)], bad + [x for x in found if isinstance(x, str)]
 
 
-def _named(source: str | Sequence[str], format: str, by_extension: bool) -> tuple[dict[str, str], list[str]]:
+def _named(part: FileSource) -> tuple[dict[str, str], list[str]]:
     """path -> name, where the first mention wins; and what is wrong with the other paths."""
     named: dict[str, str] = {}
     bad = []
-    for one in [source] if isinstance(source, str) else source:
+    for one in [part.path] if isinstance(part.path, str) else part.path:
         try:
-            found = stdlib() if one == STDLIB else expand(one, format, by_extension)
+            found = stdlib() if one == STDLIB else expand(one, part.format, part.by_extension)
         except ConfigError as error:
             bad.append(str(error))
             continue
@@ -126,11 +115,11 @@ def changed_since(parts: Sequence[FileSource], recorded: Sequence[dict[str, Any]
     """What is different about a corpus from `describe`'s records of it, made at `time`; one phrase per file.
 
     Local files are read only if they are younger than that, S3's are asked for their etags.
-    Raises ConfigError as `find_files` does.
+    Raises ConfigError for paths that cannot be used.
     """
     now: dict[str, str] = {}
     for part in parts:
-        named, bad = _named(part.path, part.format, part.by_extension)
+        named, bad = _named(part)
         refuse(bad)
         now |= {name: path for path, name in named.items()}
     then = {record["path"]: record for record in recorded}
@@ -147,11 +136,6 @@ def changed_since(parts: Sequence[FileSource], recorded: Sequence[dict[str, Any]
 
     with ThreadPoolExecutor(16) as pool:
         return [found for found in pool.map(change, sorted({*now, *then})) if found]
-
-
-def _inspect(name: str, path: str, format: str, sampled: bool) -> SourceFile:
-    chosen, compression = format_of(path, format)
-    return SourceFile(name, path, chosen, compression, *version_of(path, sampled=sampled))
 
 
 def version_of(path: str, *, sampled: bool) -> tuple[int, str]:

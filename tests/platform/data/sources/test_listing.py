@@ -12,9 +12,10 @@ import pytest
 from lt2.config import ConfigError
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.sources.configs import PlainSource
-from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, find_files, plan_units
+from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, plan_units
 from lt2_platform.data.sources.paths import look_for
 from lt2_platform.storage import Storage
+from tests.platform.data.corpora import find_files
 
 TEXT = [PlainSource(path="")]
 

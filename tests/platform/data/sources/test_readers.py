@@ -16,9 +16,9 @@ from lt2.config import ConfigError
 from lt2_platform.data.sources import columns, readers
 from lt2_platform.data.sources.configs import PlainSource
 from lt2_platform.data.sources.documents import Fault
-from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, find_files
+from lt2_platform.data.sources.listing import PIECE_BYTES, Slice
 from lt2_platform.data.sources.readers import bad_beginnings, lines, peek_columns, pieces, read_rows, rows_before
-from tests.platform.data.corpora import expected_pieces
+from tests.platform.data.corpora import expected_pieces, find_files
 
 WHOLE = Slice(0, 0, None)
 TEXT = PlainSource(path="")
