@@ -114,7 +114,7 @@ def measure(folder: Path, steps: int, dim: int) -> dict[str, list[tuple[float, f
     from ray.train.torch import TorchTrainer
 
     from lt2_platform.data.prepare import PrepareConfig, prepare
-    from lt2_platform.train.config import PretrainConfig
+    from lt2_platform.train.config import PretrainConfig, Workers
     from lt2_platform.train.run_folder import open_run
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -132,9 +132,8 @@ def measure(folder: Path, steps: int, dim: int) -> dict[str, list[tuple[float, f
     config = PretrainConfig.model_validate({"model": model_fields(dim), "train": train})
     jobs = {}
     for side in SIDES:
-        spec = open_run(
-            config, data=data, out=str(folder / side), run_id=side, storage_root=str(folder), num_workers=WORKERS
-        )
+        where: dict[str, Any] = {"data": data, "out": str(folder / side), "run_id": side, "storage_root": str(folder)}
+        spec = open_run(config, **where, workers=Workers(num_workers=WORKERS))
         jobs[side] = {"spec": asdict(spec), "side": side, "folder": str(folder)}
 
     (folder / "turn").write_text(SIDES[0])

@@ -36,7 +36,7 @@ from lt2_platform.results.store import ResultsStore  # noqa: E402
 from lt2_platform.storage import Storage, default_root  # noqa: E402
 from lt2_platform.train import run_folder, worker  # noqa: E402
 from lt2_platform.train.checkpoints.checkpoint import read_info, resolve  # noqa: E402
-from lt2_platform.train.config import PretrainConfig, Sources  # noqa: E402
+from lt2_platform.train.config import PretrainConfig, Sources, Workers  # noqa: E402
 from lt2_platform.train.reporting.wandb_sink import WandbSink  # noqa: E402
 
 
@@ -110,8 +110,7 @@ def main() -> int:
             out=arguments.out,
             run_id=arguments.run_id or Path(arguments.out).name,
             storage_root=arguments.storage,
-            num_workers=world_size,
-            profile_steps=tuple(arguments.profile_steps) if arguments.profile_steps else None,
+            workers=Workers(num_workers=world_size, profile_steps=arguments.profile_steps),
             sources=sources,
         )
         # One rank's curve is everybody's.

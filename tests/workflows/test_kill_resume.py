@@ -20,7 +20,7 @@ from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.checkpoints.checkpoint import load_model
-from lt2_platform.train.config import PretrainConfig
+from lt2_platform.train.config import PretrainConfig, Workers
 from lt2_platform.train.run_folder import open_run
 from lt2_workflows.loading import load_workflow
 from tests.ranks import run_ranks
@@ -91,7 +91,7 @@ def rank_run(data: str, root: str) -> None:
         out=f"{root}/out",
         run_id=pretrain_folder(Path(root)).name,
         storage_root=root,
-        num_workers=2,
+        workers=Workers(num_workers=2),
     )
     worker.run(spec)
 

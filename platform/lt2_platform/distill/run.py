@@ -94,7 +94,7 @@ def distill(
 ) -> dict[str, Any]:
     """Run a stage to its end, or go on with it; returns the summary as `pretrain` does. See `plan_stage`.
 
-    where: out, run_id, num_workers, … as of `pretrain`.
+    where: out, run_id, workers, … as of `pretrain`.
     """
     from lt2_platform.train.on_ray.trainer import pretrain
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -52,6 +52,39 @@ class TrainingEvaluation(Config):
                 f"resources.evaluation.every {self.every} is not a multiple of train.checkpoint_every "
                 f"{train.checkpoint_every}; only checkpoints are evaluated"
             )
+
+
+WandbMode = Literal["auto", "online", "offline", "off"]
+
+
+class Workers(Config):
+    """Where training runs. None lets Ray's cluster decide: a GPU per worker if it has as many.
+
+    data_reader: packed shards are read ahead by Ray Data's tasks, or by each worker itself; the batches are the same.
+    wandb "auto": what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run's folder.
+    min_workers: with fewer than num_workers free, down to these, it trains all the same. evaluation: of checkpoints
+    while it trains, on what it leaves free. profile_steps: first and last step of a profiler trace.
+    cpus_per_worker: reserved with Ray, and as many PyTorch threads; else each worker gets its part of this machine's.
+    """
+
+    num_workers: int = Field(default=1, ge=1)
+    min_workers: int | None = Field(default=None, ge=1)
+    evaluation: TrainingEvaluation | None = None
+    profile_steps: tuple[int, int] | None = None
+    cpus_per_worker: float | None = Field(default=None, gt=0)
+    use_gpu: bool | None = None
+    worker_failures: int = Field(default=3, ge=0)
+    data_reader: Literal["ray", "direct"] = "ray"
+    wandb: WandbMode = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> Workers:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(f"min_workers {self.min_workers} is more than num_workers {self.num_workers}")
+        return self
+
+
+ONE_WORKER = Workers()
 
 
 def check_workers(train: TrainConfig, num_workers: int, min_workers: int | None = None) -> None:

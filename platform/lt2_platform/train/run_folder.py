@@ -27,7 +27,7 @@ from lt2_platform.storage import Storage, absolute
 from lt2_platform.train.checkpoints import checkpoint
 from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo
 from lt2_platform.train.checkpoints.matching import check_continues, lineage
-from lt2_platform.train.config import PretrainConfig, Sources, check_workers, resolve_model
+from lt2_platform.train.config import ONE_WORKER, PretrainConfig, Sources, Workers, check_workers, resolve_model
 from lt2_platform.train.worker import WorkerSpec
 
 CONFIG, SUMMARY = "pretrain.json", "summary.json"
@@ -40,17 +40,12 @@ def open_run(
     out: str,
     run_id: str,
     storage_root: str,
-    num_workers: int,
-    min_workers: int | None = None,
-    evaluate_every: int | None = None,
-    profile_steps: tuple[int, int] | None = None,
+    workers: Workers = ONE_WORKER,
     sources: Sources | None = None,
     info: dict[str, Any] | None = None,
 ) -> WorkerSpec:
     """Check everything that can be checked before workers start, and bind the folder to this config.
 
-    min_workers: training may run with any number from this to num_workers. evaluate_every: checkpoints of these steps
-    stay until they are evaluated. profile_steps: first and last step that rank 0 traces.
     Raises ConfigError for what cannot work, before anything is written, and for a folder bound to another config.
     """
     data, out = absolute(data), absolute(out)
@@ -61,9 +56,10 @@ def open_run(
         Listing.read(manifest[KEY]).check_unchanged()
     if (config.train.eval_every or math.inf) <= config.train.steps:
         held_out_rows(PackedDataset(data, "validation"), "all")
-    if profile_steps is not None and not 0 < profile_steps[0] <= profile_steps[1]:
-        raise ConfigError(f"profile_steps {list(profile_steps)}: give the first and the last step, counted from 1")
-    check_workers(config.train, num_workers, min_workers)
+    traced = workers.profile_steps
+    if traced is not None and not 0 < traced[0] <= traced[1]:
+        raise ConfigError(f"profile_steps {list(traced)}: give the first and the last step, counted from 1")
+    check_workers(config.train, workers.num_workers, workers.min_workers)
     storage = Storage(out)
     places = {name: absolute(place) for name, place in asdict(sources or Sources()).items() if place is not None}
     models = {name: checkpoint.read_info(checkpoint.resolve(place)) for name, place in places.items() if name != "topk"}
@@ -89,8 +85,8 @@ def open_run(
         run_id=run_id,
         storage_root=absolute(storage_root),
         sources=meant,
-        evaluate_every=evaluate_every,
-        profile_steps=profile_steps,
+        evaluate_every=None if workers.evaluation is None else workers.evaluation.every,
+        profile_steps=traced,
         info=_with_origin(info or {}, manifest, models, places),
     )
 

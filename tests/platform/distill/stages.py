@@ -10,7 +10,7 @@ from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, describe
 from lt2_platform.distill.run import DistillRun, plan_stage
 from lt2_platform.train import run_folder, worker
 from lt2_platform.train.checkpoints import checkpoint
-from lt2_platform.train.config import PretrainConfig
+from lt2_platform.train.config import PretrainConfig, Workers
 from tests.lt2.interop.test_ouro import OURO, ouro_weights
 from tests.platform.train.packed import MODEL, train_config, write_dataset
 
@@ -31,7 +31,6 @@ def write_teacher(root: Path, **train) -> str:
         out=str(root / "teacher"),
         run_id="teacher",
         storage_root=str(root),
-        num_workers=1,
     )
     run_folder.close_run(spec, worker.run(spec))
     return spec.out
@@ -62,7 +61,7 @@ def open_stage(root: Path, name: str, objective: dict, *, teacher, student=None,
         out=str(root / name),
         run_id=name,
         storage_root=str(root),
-        num_workers=workers,
+        workers=Workers(num_workers=workers),
         sources=sources,
     )
 

@@ -16,7 +16,7 @@ from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import run_folder, worker
 from lt2_platform.train.checkpoints import checkpoint, integrity
-from lt2_platform.train.config import PretrainConfig
+from lt2_platform.train.config import PretrainConfig, Workers
 from tests.platform.train.packed import MODEL, SEQ_LEN, VOCAB, checkpoints, train_config, write_dataset
 from tests.ranks import PATHS, ROOT
 
@@ -27,7 +27,7 @@ def pretrain_config(**train) -> PretrainConfig:
 
 
 def open_run(root: Path, config: PretrainConfig, name="run", **options):
-    where = {"out": str(root / name), "run_id": name, "storage_root": str(root), "num_workers": 1}
+    where = {"out": str(root / name), "run_id": name, "storage_root": str(root)}
     return run_folder.open_run(config, data=str(root / "data"), **where, **options)
 
 
@@ -244,7 +244,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, change, message):
             out=str(tmp_path / "run"),
             run_id=change.get("run_id", "run"),
             storage_root=str(tmp_path),
-            num_workers=change.get("num_workers", 1),
+            workers=Workers(num_workers=change.get("num_workers", 1)),
         )
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()

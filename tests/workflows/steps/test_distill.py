@@ -167,10 +167,9 @@ def test_a_plan_reads_the_ouro_folder_if_it_is_there_and_a_run_needs_it(tmp_path
     assert line.startswith("teacher.folder: teacher folder Ouro-1.4B has no config.json")
 
 
-def in_this_process(config, *, num_workers, sources, data, out, run_id, storage_root, info, **_):
+def in_this_process(config, *, progress, stop, **where):
     """`pretrain` without Ray, whose own tests are with the trainer."""
-    where = {"data": data, "out": out, "run_id": run_id, "storage_root": storage_root, "num_workers": num_workers}
-    spec = run_folder.open_run(config, sources=sources, info=info, **where)
+    spec = run_folder.open_run(config, **where)
     return run_folder.close_run(spec, worker.run(spec))
 
 

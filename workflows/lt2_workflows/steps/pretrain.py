@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from lt2.config import ConfigError, ExitGate, HybridLayout, ModelConfig
 from lt2.layout import realised_ratio, schedules
@@ -20,7 +20,7 @@ from lt2_platform.train.config import (
     PretrainConfig,
     PretrainModel,
     Sources,
-    TrainingEvaluation,
+    Workers,
     check_workers,
     resolve_model,
 )
@@ -38,30 +38,8 @@ if TYPE_CHECKING:
     from lt2_workflows.steps.distill import DistillStep
 
 
-class TrainResources(Resources):
-    """Where training runs. None lets Ray's cluster decide: a GPU per worker if it has as many.
-
-    data_reader: packed shards are read ahead by Ray Data's tasks, or by each worker itself; the batches are the same.
-    wandb "auto": what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run's folder.
-    min_workers: with fewer than num_workers free, down to these, it trains all the same. evaluation: of checkpoints
-    while it trains, on what it leaves free. profile_steps: first and last step of a profiler trace.
-    cpus_per_worker: reserved with Ray, and as many PyTorch threads; else each worker gets its part of this machine's.
-    """
-
-    min_workers: int | None = Field(default=None, ge=1)
-    evaluation: TrainingEvaluation | None = None
-    profile_steps: tuple[int, int] | None = None
-    cpus_per_worker: float | None = Field(default=None, gt=0)
-    use_gpu: bool | None = None
-    worker_failures: int = Field(default=3, ge=0)
-    data_reader: Literal["ray", "direct"] = "ray"
-    wandb: Literal["auto", "online", "offline", "off"] = "auto"
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainResources:
-        if self.min_workers is not None and self.min_workers > self.num_workers:
-            raise ValueError(f"min_workers {self.min_workers} is more than num_workers {self.num_workers}")
-        return self
+class TrainResources(Workers, Resources):
+    """Where training runs; see `lt2_platform.train.config.Workers`."""
 
 
 class PretrainStep(StepConfig):
@@ -280,23 +258,12 @@ def train_options(resources: TrainResources, context: StepContext) -> dict[str, 
     """What `pretrain` is told of where it runs and whose run it is; joins Ray."""
     from lt2_workflows.provenance import provenance
 
-    cluster = join_ray()
-    use_gpu = resources.use_gpu
-    if use_gpu is None:
-        use_gpu = cluster.get("GPU", 0) >= resources.num_workers
+    join_ray()
     return {
         "out": context.out,
         "run_id": context.run_id,
         "storage_root": context.storage.root,
-        "num_workers": resources.num_workers,
-        "min_workers": resources.min_workers,
-        "evaluation": resources.evaluation,
-        "profile_steps": resources.profile_steps,
-        "cpus_per_worker": resources.cpus_per_worker,
-        "use_gpu": use_gpu,
-        "max_failures": resources.worker_failures,
-        "data_reader": resources.data_reader,
-        "wandb": resources.wandb,
+        "workers": resources,
         "progress": context.progress,
         "stop": context.stop,
         "info": {"workflow": context.workflow.id, "step": context.step.id, **provenance()},

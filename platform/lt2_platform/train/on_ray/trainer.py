@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import ray.train
 from ray._private.worker import get_dashboard_url
@@ -35,14 +35,14 @@ from lt2_platform.storage import Storage
 from lt2_platform.storage_errors import STORAGE_ERRORS, patiently
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
-from lt2_platform.train.config import PretrainConfig, Sources, TrainingEvaluation
+from lt2_platform.train.config import ONE_WORKER, PretrainConfig, Sources, TrainingEvaluation, Workers
 from lt2_platform.train.on_ray.incurable import OncePolicy, mistake
 from lt2_platform.train.on_ray.places import check_places, kept_waiting, shortage, worker_request
 from lt2_platform.train.on_ray.side_evaluation import SideEvaluations
 from lt2_platform.train.on_ray.stopping import StopRequest, conveyed, requested
 from lt2_platform.train.preemption import ray_notice, ray_sigterm
 from lt2_platform.train.reporting.live_metrics import LiveMetrics
-from lt2_platform.train.reporting.wandb_sink import WandbMode, WandbSink
+from lt2_platform.train.reporting.wandb_sink import WandbSink
 from lt2_platform.train.run_folder import close_run, open_run, summary
 from lt2_platform.train.worker import WorkerSpec
 
@@ -60,49 +60,28 @@ def pretrain(
     out: str,
     run_id: str,
     storage_root: str,
-    num_workers: int = 1,
-    min_workers: int | None = None,
-    cpus_per_worker: float | None = None,
-    use_gpu: bool = False,
-    max_failures: int = 3,
-    data_reader: Literal["ray", "direct"] = "ray",
-    wandb: WandbMode = "auto",
-    evaluation: TrainingEvaluation | None = None,
-    profile_steps: tuple[int, int] | None = None,
-    progress: Progress | None = None,
+    workers: Workers = ONE_WORKER,
     sources: Sources | None = None,
     info: dict[str, Any] | None = None,
+    progress: Progress | None = None,
     stop: StopRequest | None = None,
 ) -> dict[str, Any]:
     """Train on the packed dataset `data` into the folder `out`; returns the summary, also in `<out>/summary.json`.
 
     The summary holds checkpoint (URI), step, position, tokens and loss. The same call after any interruption goes on
-    from the newest complete checkpoint, with any number of workers; after the end it returns at once. min_workers:
-    start, and go on after a loss, with as few as these where there is no place for num_workers; Ray looks once a minute
-    for more. evaluation: of checkpoints while training goes on. profile_steps: first and last of a trace. Metrics go to
-    run `run_id` of the results store under `storage_root`; `info` is provenance for it. sources: for objectives that
-    start from or learn from other models. progress is called in a thread with {step, steps, loss, tokens_per_s, eta_s},
-    before that once with {waiting} where other work has the places, and with {notice} of the step it goes on from.
-    data_reader: packed shards are read ahead by tasks of Ray Data, or by the workers themselves; the batches are the
-    same. Uses the running Ray, or a local one for the duration. stop: asks to save at the next step and to end there.
+    from the newest complete checkpoint, with any number of workers; after the end it returns at once. Where it may run
+    with fewer than num_workers, Ray looks once a minute for more places. Metrics go to run `run_id` of the results
+    store under `storage_root`; `info` is provenance for it. sources: for objectives that start from or learn from other
+    models. progress is called in a thread with {step, steps, loss, tokens_per_s, eta_s}, before that once with
+    {waiting} where other work has the places, and with {notice} of the step it goes on from. Uses the running Ray, or a
+    local one for the duration. stop: asks to save at the next step and to end there.
     Raises ConfigError for what cannot work, NonFiniteLossError when training diverges, PreemptedError when it ended as
-    `stop` asked, and Ray's WorkerGroupError when workers failed more than max_failures times.
+    `stop` asked, and Ray's WorkerGroupError when workers failed more than worker_failures times.
     """
-    if evaluation is not None:
-        evaluation.check(config.train)
-    spec = open_run(
-        config,
-        data=data,
-        out=out,
-        run_id=run_id,
-        storage_root=storage_root,
-        num_workers=num_workers,
-        min_workers=min_workers,
-        evaluate_every=evaluation.every if evaluation is not None else None,
-        profile_steps=profile_steps,
-        sources=sources,
-        info=info,
-    )
+    if workers.evaluation is not None:
+        workers.evaluation.check(config.train)
+    where: dict[str, Any] = {"data": data, "out": out, "run_id": run_id, "storage_root": storage_root}
+    spec = open_run(config, **where, workers=workers, sources=sources, info=info)
     if (done := summary(spec)) is not None:
         return done
     storage, request = Storage(spec.out), stop or StopRequest()
@@ -119,13 +98,15 @@ def pretrain(
             progress(values)
 
     with some_ray(None):
-        scaling = _scaling(num_workers, min_workers, cpus_per_worker, use_gpu, told)
-        with conveyed(request, storage), _followed(storage, told, waits), _evaluated(spec, evaluation, use_gpu):
-            settings = {"spec": asdict(spec), "data_reader": data_reader, "wandb": wandb, "folder": os.getcwd()}
-            threads = _threads(num_workers, cpus_per_worker)
+        scaling = _scaling(workers, told)
+        evaluated = _evaluated(spec, workers.evaluation, scaling)
+        with conveyed(request, storage), _followed(storage, told, waits), evaluated:
+            settings = {"spec": asdict(spec), "data_reader": workers.data_reader, "wandb": workers.wandb}
+            settings["folder"] = os.getcwd()
+            threads = _threads(workers)
             while True:
                 try:
-                    result = _fit(trainer, settings, storage, scaling, threads, max_failures)
+                    result = _fit(trainer, settings, storage, scaling, threads, workers.worker_failures)
                     break
                 except PreemptedError:
                     if request.asked.is_set():
@@ -160,34 +141,34 @@ class CallersSignals(Trainer):
         pass
 
 
-def _evaluated(spec: WorkerSpec, evaluation: TrainingEvaluation | None, use_gpu: bool) -> AbstractContextManager[Any]:
+def _evaluated(
+    spec: WorkerSpec, evaluation: TrainingEvaluation | None, scaling: ScalingConfig
+) -> AbstractContextManager[Any]:
     if evaluation is None:
         return nullcontext()
-    return SideEvaluations(spec, evaluation, gpus=float(use_gpu) if evaluation.gpus is None else evaluation.gpus)
+    gpus = float(bool(scaling.use_gpu)) if evaluation.gpus is None else evaluation.gpus
+    return SideEvaluations(spec, evaluation, gpus=gpus)
 
 
-def _scaling(
-    num_workers: int,
-    min_workers: int | None,
-    cpus_per_worker: float | None,
-    use_gpu: bool,
-    progress: Progress,
-) -> ScalingConfig:
+def _scaling(workers: Workers, progress: Progress) -> ScalingConfig:
     """Ask for what the cluster has; `progress` hears of it when that is in use."""
-    least, request = min_workers or num_workers, worker_request(num_workers, cpus_per_worker, use_gpu)
-    check_places(least, request, "num_workers" if min_workers is None else "min_workers")
+    most, fewest, use_gpu = workers.num_workers, workers.min_workers, workers.use_gpu
+    if use_gpu is None:
+        use_gpu = ray.cluster_resources().get("GPU", 0) >= most
+    least, request = fewest or most, worker_request(most, workers.cpus_per_worker, use_gpu)
+    check_places(least, request, "num_workers" if fewest is None else "min_workers")
     if (why := shortage(least, request)) is not None:
         progress({"waiting": why})
-    count = num_workers if min_workers is None else (min_workers, num_workers)
+    count = most if fewest is None else (fewest, most)
     return ScalingConfig(num_workers=count, use_gpu=use_gpu, resources_per_worker=dict(request))
 
 
-def _threads(num_workers: int, cpus_per_worker: float | None) -> int:
+def _threads(workers: Workers) -> int:
     """PyTorch threads of a worker: the CPUs it asks for, else OMP_NUM_THREADS (1 in the driver of a Ray job), else its
     part of this machine's cores, or of what a step or trial that runs beside others has of them."""
-    if cpus_per_worker is not None:
-        return max(1, int(cpus_per_worker))
-    return int(share(os.environ, num_workers)["OMP_NUM_THREADS"])
+    if workers.cpus_per_worker is not None:
+        return max(1, int(workers.cpus_per_worker))
+    return int(share(os.environ, workers.num_workers)["OMP_NUM_THREADS"])
 
 
 def new_name(taken: Iterable[str]) -> str:

@@ -11,14 +11,14 @@ import os
 import queue
 import tempfile
 import threading
-from typing import Any, Literal
+from typing import Any
 
 from lt2.train.loop import TrainState
 from lt2_platform.storage import S3
+from lt2_platform.train.config import WandbMode
 
 log = logging.getLogger(__name__)
 
-WandbMode = Literal["auto", "online", "offline", "off"]
 FINISH_SECONDS = 30.0
 INIT_SECONDS = 60.0
 WAITING_ROWS = 10_000  # held for a wandb that hangs; what comes then is missing in its curve

@@ -101,8 +101,8 @@ def test_the_last_step_is_heard_of_however_seldom_anybody_looks(tmp_path):
 )
 def test_an_evaluation_takes_a_gpu_where_training_does(tmp_path, gpus, use_gpu, expected):
     write_dataset(tmp_path / "data")
-    plan = TrainingEvaluation(every=2, gpus=gpus)
-    assert trainer._evaluated(open_run(tmp_path, pretrain_config()), plan, use_gpu).gpus == expected
+    plan, scaling = TrainingEvaluation(every=2, gpus=gpus), ScalingConfig(use_gpu=use_gpu)
+    assert trainer._evaluated(open_run(tmp_path, pretrain_config()), plan, scaling).gpus == expected
 
 
 def until(condition):
@@ -205,7 +205,7 @@ def test_a_signal_while_workers_wait_for_places_ends_the_run_at_once(tmp_path, m
     write_dataset(tmp_path / "data")
     possible, stop = [], StopRequest()
 
-    def scaling(num_workers, min_workers, cpus_per_worker, use_gpu, progress):
+    def scaling(workers, progress):
         progress({"waiting": "for 1 CPU"})
 
     monkeypatch.setattr(trainer, "_scaling", scaling)

@@ -7,8 +7,13 @@ import ray
 
 import lt2_platform.train.on_ray.places
 from lt2.config import ConfigError
+from lt2_platform.train.config import Workers
 from lt2_platform.train.on_ray import trainer
 from lt2_platform.train.on_ray.places import check_places, kept_waiting, places, shortage, worker_request
+
+
+def scaling(progress, **workers):
+    return trainer._scaling(Workers(use_gpu=False, **workers), progress)
 
 
 @pytest.fixture
@@ -46,16 +51,16 @@ def test_places_are_counted_node_by_node(cluster):
 def test_workers_that_fit_the_sum_but_no_node_are_refused(cluster):
     cluster({"CPU": 1}, {"CPU": 2})
     with pytest.raises(ConfigError) as refused:
-        trainer._scaling(1, None, 3, False, print)
+        scaling(print, num_workers=1, cpus_per_worker=3)
     assert str(refused.value) == (
         "no room for 1 worker of 3 CPUs: the cluster has places for 0; its largest node, node1, has 2 CPUs; "
         "lower cpus_per_worker or add nodes"
     )
     with pytest.raises(ConfigError, match=r"2 workers of 1.5 CPUs: .* for 1; .* lower num_workers or add nodes"):
-        trainer._scaling(2, None, 1.5, False, print)
+        scaling(print, num_workers=2, cpus_per_worker=1.5)
     with pytest.raises(ConfigError, match="lower min_workers or add nodes"):
-        trainer._scaling(4, 2, 1.5, False, print)
-    assert trainer._scaling(2, 1, 1.5, False, print).num_workers == (1, 2)
+        scaling(print, num_workers=4, min_workers=2, cpus_per_worker=1.5)
+    assert scaling(print, num_workers=2, min_workers=1, cpus_per_worker=1.5).num_workers == (1, 2)
 
 
 def test_the_setting_to_lower_is_that_of_who_asks(cluster):
@@ -92,7 +97,7 @@ def test_a_worker_takes_half_a_cpu_where_they_are_scarce(cluster):
 def test_a_busy_cluster_is_named_once(cluster):
     heard = []
     cluster({"CPU": 2}, {"CPU": 2}, free=[{"CPU": 1}, {}])
-    trainer._scaling(2, None, 1, False, heard.append)
+    scaling(heard.append, num_workers=2, cpus_per_worker=1)
     assert heard == [{"waiting": "waiting for 2 places of 1 CPU: 1 CPU free"}]
     assert shortage(1, {"CPU": 1}) is None
     assert shortage(1, {"CPU": 1, "GPU": 1}) == "waiting for 1 place of 1 CPU and 1 GPU: 1 CPU and 0 GPUs free"
@@ -101,7 +106,7 @@ def test_a_busy_cluster_is_named_once(cluster):
 def test_a_wait_for_free_places_that_are_in_pieces_is_told_too(cluster):
     heard = []
     cluster({"CPU": 4}, {"CPU": 4}, free=[{"CPU": 3, "memory": 9}, {"CPU": 1}])
-    trainer._scaling(2, None, 2, False, heard.append)
+    scaling(heard.append, num_workers=2, cpus_per_worker=2)
     said = "waiting for 2 places of 2 CPUs: 4 CPUs free, but in pieces: its nodes have room for 1"
     assert heard == [{"waiting": said}]
     assert shortage(1, {"CPU": 2}) is None

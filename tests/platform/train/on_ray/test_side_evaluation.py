@@ -20,7 +20,7 @@ from lt2_platform.fence import FENCE, OvertakenError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import evaluation_records, worker
-from lt2_platform.train.config import TrainingEvaluation
+from lt2_platform.train.config import TrainingEvaluation, Workers
 from lt2_platform.train.evaluation_records import note, record, wanted
 from lt2_platform.train.on_ray import side_evaluation
 from lt2_platform.train.on_ray.side_evaluation import SideEvaluations
@@ -44,10 +44,9 @@ def two_cpus():
     ray.shutdown()
 
 
-def run(root, config, **options):
-    return pretrain(
-        config, data=str(root / "data"), out=str(root / "run"), run_id="run", storage_root=str(root), **options
-    )
+def run(root, config, **workers):
+    where = {"data": str(root / "data"), "out": str(root / "run"), "run_id": "run", "storage_root": str(root)}
+    return pretrain(config, **where, workers=Workers(**workers))
 
 
 @pytest.mark.ray

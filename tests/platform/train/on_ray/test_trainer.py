@@ -27,9 +27,10 @@ from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.checkpoints import checkpoint, integrity
+from lt2_platform.train.config import PretrainConfig, Workers
 from lt2_platform.train.on_ray import trainer
 from lt2_platform.train.on_ray.stopping import StopRequest
-from lt2_platform.train.on_ray.trainer import PretrainConfig, pretrain
+from lt2_platform.train.on_ray.trainer import pretrain
 from tests.platform.train.packed import MODEL, checkpoints, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run, pretrain_config
 from tests.ranks import run_ranks
@@ -46,7 +47,7 @@ def config(**train) -> PretrainConfig:
     return PretrainConfig.model_validate({"model": MODEL, "train": fields})
 
 
-def run(root, settings=None, **options):
+def run(root, settings=None, *, stop=None, progress=None, **workers):
     """Without Ray Data, whose processes would be half of all; test_kill_resume.py has them."""
     return pretrain(
         settings or config(),
@@ -54,7 +55,9 @@ def run(root, settings=None, **options):
         out=str(root / "run"),
         run_id="run",
         storage_root=str(root),
-        **{"num_workers": 2, "data_reader": "direct"} | options,
+        workers=Workers(**{"num_workers": 2, "data_reader": "direct"} | workers),
+        stop=stop,
+        progress=progress,
     )
 
 
@@ -151,7 +154,7 @@ def test_sigterm_to_a_worker_and_a_request_to_stop_save_and_nothing_is_lost(tmp_
     with pytest.raises(
         PreemptedError, match=rf"^stopped as asked after step \d+ of {STEPS}, which is saved$"
     ) as stopped:
-        run(tmp_path, stop=stop, max_failures=0, progress=seen.append)
+        run(tmp_path, stop=stop, worker_failures=0, progress=seen.append)
     step = int(str(stopped.value).split()[5])
     assert integrity.complete(str(tmp_path / "run/checkpoints"))[-1] == f"step-{step:08d}"
     assert not stop.possible.is_set()
@@ -229,7 +232,7 @@ def test_threads_of_a_worker(monkeypatch, environment, cpus_per_worker, expected
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert trainer._threads(2, cpus_per_worker) == expected
+    assert trainer._threads(Workers(num_workers=2, cpus_per_worker=cpus_per_worker)) == expected
 
 
 @pytest.mark.parametrize(

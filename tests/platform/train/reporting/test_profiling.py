@@ -8,6 +8,7 @@ import pytest
 
 from lt2.config import ConfigError
 from lt2_platform.train import run_folder, worker
+from lt2_platform.train.config import Workers
 from lt2_platform.train.reporting import profiling
 from tests.platform.train.packed import write_dataset
 from tests.platform.train.test_worker import losses, open_run, pretrain_config
@@ -53,4 +54,4 @@ def test_steps_that_make_no_sense_are_refused(tmp_path):
     places = {"data": str(tmp_path / "data"), "out": str(tmp_path / "run"), "storage_root": str(tmp_path)}
     for steps in ((0, 2), (3, 2)):
         with pytest.raises(ConfigError, match="give the first and the last step, counted from 1"):
-            run_folder.open_run(pretrain_config(), run_id="run", num_workers=1, profile_steps=steps, **places)
+            run_folder.open_run(pretrain_config(), run_id="run", workers=Workers(profile_steps=steps), **places)
