@@ -116,7 +116,7 @@ def measure(requests: Requests) -> Constants:
     tokenizer = {"name": "byte", "sha256": "0" * 64, "vocab_size": 64, "bos_id": 1, "eos_id": 2, "file": None}
 
     def save(step: int) -> None:
-        checkpoint.save(folder, model, optimizer, TrainState(step=step), config=config, tokenizer=tokenizer)
+        checkpoint.save(folder, model, optimizer, TrainState(step=step), checkpoint.About(config, tokenizer))
 
     save(1)
     save(2)

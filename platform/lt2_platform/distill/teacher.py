@@ -81,16 +81,10 @@ def store_ouro(folder: str, out: str, *, tokenizer: str | None = None) -> dict[s
             )
         files = tokenizer_files(spec)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state to save
-        checkpoint.save(
-            checkpoints,
-            model,
-            optimizer,
-            TrainState(),
-            config=model.config,
-            tokenizer={**describe(found), "file": next(iter(files), None)},
-            tokenizer_files=files,
-            train={"imported": json.loads((path / "config.json").read_text())},
-        )
+        record = {**describe(found), "file": next(iter(files), None)}
+        imported = {"imported": json.loads((path / "config.json").read_text())}
+        about = checkpoint.About(model.config, record, files, imported)
+        checkpoint.save(checkpoints, model, optimizer, TrainState(), about)
     result = {"step": 0, "position": 0, "tokens": 0, "loss": None}
     storage.write_json("summary.json", result | {"checkpoint": checkpoint.resolve(out)})
     return result

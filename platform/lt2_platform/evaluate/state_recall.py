@@ -38,6 +38,7 @@ def run_curriculum(
     architecture = config.model
     model = build(architecture, seed=config.seed, device=this_device())
     optimizer = adamw(model, lr=config.lr)
+    tokenizer = {"name": "state recall", "sha256": "none", "vocab_size": architecture.vocab_size}
     state, history = TrainState(), []
     if newest := integrity.latest(f"{out}/checkpoints"):
         state = checkpoint.load(newest, model, optimizer)
@@ -49,16 +50,9 @@ def run_curriculum(
         state, entry = practise(config, model, optimizer, size, state, steps)
         history.append(entry)
         evaluated(entry, False)
-        checkpoint.save(
-            f"{out}/checkpoints",
-            model,
-            optimizer,
-            state,
-            config=architecture,
-            tokenizer={"name": "state recall", "sha256": "none", "vocab_size": architecture.vocab_size},
-            train={"history": history, "config": json.loads(config.model_dump_json())},
-            keep=1,
-        )
+        train = {"history": history, "config": json.loads(config.model_dump_json())}
+        about = checkpoint.About(architecture, tokenizer, train=train)
+        checkpoint.save(f"{out}/checkpoints", model, optimizer, state, about, keep=1)
     largest = n_max(config, history)
     stage = config.stages.index(largest) + 1 if largest else 0
     result = {"n_max": largest, "stage": stage, "steps": state.step, "history": history}

@@ -152,18 +152,22 @@ def _train(
         batches = read_ahead(stored.attach(batches), spec.prefetch)
     logger = Logger.open(spec, config, state.step) if rank == 0 else None
     evaluator = Evaluator(spec.data, config, logger)
-    saver = Saver(
-        folder,
+    about = checkpoint.About(
         model_config,
-        config,
         tokenizer,
         _tokenizer_files(spec.data),
+        config.model_dump(mode="json"),
+        data=dataset.manifest.get("fingerprint"),
+        sources=spec.info.get("config", {}).get("sources", {}),
+    )
+    saver = Saver(
+        folder,
+        about,
+        config,
         report,
         validation_losses=lambda: evaluator.last,
         flush=logger.writer.flush if logger else lambda: None,
         data_files=feed.files,
-        data=dataset.manifest.get("fingerprint"),
-        sources=spec.info.get("config", {}).get("sources", {}),
         pinned=lambda: set(wanted(spec.out, spec.evaluate_every)) if spec.evaluate_every else set(),
     )
     asked = None if teacher is None else teacher.config

@@ -36,6 +36,4 @@ def save(
     record = {**describe(ByteTokenizer()), "file": None} if tokenizer is None else tokenizer
     state = TrainState(step=3, position=24, tokens=288, loss=1.5)
     optimizer = adamw(net, lr=1e-2)
-    return checkpoint.save(
-        str(folder), net, optimizer, state, config=net.config, tokenizer=record, tokenizer_files=files
-    )
+    return checkpoint.save(str(folder), net, optimizer, state, checkpoint.About(net.config, record, files or {}))

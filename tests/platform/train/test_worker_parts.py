@@ -84,7 +84,10 @@ def test_what_runs_beside_the_loop_is_in_its_order_and_tied_together(root, hande
 def test_a_checkpoint_takes_the_files_of_its_tokenizer(root, handed):
     Storage(str(root / "data")).write_bytes("tokenizer/tokenizer.json", b"{}")
     saver = handed(open_run(root, pretrain_config())).callbacks[-1]
-    assert saver.tokenizer_files == {"tokenizer/tokenizer.json": b"{}"}
+    assert saver.about.tokenizer_files == {"tokenizer/tokenizer.json": b"{}"}
+    dataset = Storage(str(root / "data")).read_json("manifest.json")
+    assert (saver.about.data, saver.about.tokenizer) == (dataset["fingerprint"], dataset["tokenizer"])
+    assert saver.about.train == saver.config.model_dump(mode="json")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

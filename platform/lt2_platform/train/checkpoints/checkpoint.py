@@ -65,22 +65,35 @@ class CheckpointInfo:
     sources: Mapping[str, str] = field(default_factory=dict)  # `lineage` of what it began with or learned from
 
 
-def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, **options: Any) -> str:
+@dataclass(frozen=True)
+class About:
+    """What all checkpoints of one run say, as CheckpointInfo has it, and the tokenizer's files by path within them.
+
+    tokenizer: the dataset manifest's record.
+    """
+
+    model: ModelConfig
+    tokenizer: dict[str, Any]
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    data: str | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def save(
+    folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, about: About, **options: Any
+) -> str:
     """`write` what the model and the optimizer hold now. Collective."""
-    return write(folder, contents(model, optimizer), state, **options)
+    return write(folder, contents(model, optimizer), state, about, **options)
 
 
 def write(
     folder: str,
     tensors: dict[str, Any],
     state: TrainState,
+    about: About,
     *,
-    config: ModelConfig,
-    tokenizer: dict[str, Any],
-    tokenizer_files: Mapping[str, bytes] | None = None,
-    train: dict[str, Any] | None = None,
-    data: str | None = None,
-    sources: Mapping[str, str] | None = None,
+    files: Mapping[str, bytes] | None = None,
     keep: Keep | int = 2,
     validation_loss: float | None = None,
     pinned: Callable[[], set[str]] = set,
@@ -88,22 +101,20 @@ def write(
 ) -> str:
     """Write `<folder>/step-…` and return its URI; then drop what `keep` (a number: so many) does not. Collective.
 
-    tensors: `contents`, or a copy of them. validation_loss, if this very step was evaluated, makes it a candidate for
-    the best checkpoint. pinned(): names that must stay for now, asked on rank 0.
+    tensors: `contents`, or a copy of them. files: more that belong to this state, by path within it. validation_loss,
+    if this very step was evaluated, makes it a candidate for the best checkpoint. pinned(): names that must stay for
+    now, asked on rank 0.
     Raises StorageRefusedError on every rank when storage does not take it. Whatever is raised, nothing incomplete is
     left behind if that is possible.
-
-    tokenizer is the dataset manifest's record; tokenizer_files its files by path within the checkpoint; data and
-    sources are as of CheckpointInfo.
     """
     storage, name = Storage(folder), f"step-{state.step:08d}"
     info = {
         "schema_version": SCHEMA_VERSION,
-        "model": config.model_dump(mode="json"),
-        "tokenizer": tokenizer,
-        "train": train or {},
-        "data": data,
-        "sources": dict(sources or {}),
+        "model": about.model.model_dump(mode="json"),
+        "tokenizer": about.tokenizer,
+        "train": about.train,
+        "data": about.data,
+        "sources": dict(about.sources),
         "state": asdict(state),
         "validation_loss": validation_loss,
         "world_size": world_size(),
@@ -111,10 +122,11 @@ def write(
     }
 
     def finish() -> None:
-        for path, data in {INFO: json.dumps(info, indent=2).encode(), **(tokenizer_files or {})}.items():
-            storage.write_bytes(f"{name}/{path}", data)
-            files[path] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        storage.write_json(f"{name}/{COMPLETE}", {"files": files})
+        described = {INFO: json.dumps(info, indent=2).encode()}
+        for path, content in {**described, **about.tokenizer_files, **(files or {})}.items():
+            storage.write_bytes(f"{name}/{path}", content)
+            written[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        storage.write_json(f"{name}/{COMPLETE}", {"files": written})
         if validation_loss is not None:
             note_best(folder, name, validation_loss)
 
@@ -126,8 +138,8 @@ def write(
 
     on_rank_zero(lambda: delete(folder, name), group)  # what a kill or a damaged file left under this name
     try:
-        written = save_shards(tensors, storage, name, group)
-        files = {path: record for part in gather(written, group) for path, record in part.items()}
+        own = save_shards(tensors, storage, name, group)
+        written = {path: record for part in gather(own, group) for path, record in part.items()}
         on_rank_zero(finish, group)
         on_rank_zero(tidy, group)
     except StorageRefusedError:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from lt2.config import ModelConfig
 from lt2.model import LoopedLM
 from lt2.train.loop import TrainConfig, TrainState, due_after
 from lt2_platform.background import Background
 from lt2_platform.train import ranks
 from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.checkpoint import About
 from lt2_platform.train.checkpoints.contents import contents
 from lt2_platform.train.checkpoints.retention import Keep
 from lt2_platform.train.checkpoints.shards import StorageRefusedError, new_stager, stage
@@ -38,22 +38,18 @@ class Saver:
     When storage refuses (full disk, S3 away), training goes on and the save is tried again at the steps that are
     logged, after 1, 2, 4, … at most 60 seconds; `settle` waits for it. After `train.save_patience_s` of refusals
     StorageRefusedError is raised. All methods are collective. flush: writes the metrics, on rank 0. data_files: what
-    the data needs to go on from a state, by name; collective. data, sources: as of CheckpointInfo. As a context it ends
-    with no thread at work. stalled_s: seconds that the loop has been kept waiting since `take_stalled`.
+    the data needs to go on from a state, by name; collective. As a context it ends with no thread at work. stalled_s:
+    seconds that the loop has been kept waiting since `take_stalled`.
     """
 
     folder: str
-    model_config: ModelConfig
+    about: About
     config: TrainConfig
-    tokenizer: dict[str, Any]
-    tokenizer_files: dict[str, bytes]
     report: Callable[[dict[str, Any]], None] | None
     validation_losses: Callable[[], dict[int, float]]
     flush: Callable[[], None]
     pinned: Callable[[], set[str]] = set
     data_files: Callable[[TrainState], dict[str, bytes]] = lambda state: {}
-    data: str | None = None
-    sources: dict[str, str] = field(default_factory=dict)
     reported: float = -math.inf
     saved: int = -1
     refused_since: float | None = None
@@ -155,12 +151,8 @@ class Saver:
             self.folder,
             tensors,
             state,
-            config=self.model_config,
-            tokenizer=self.tokenizer,
-            tokenizer_files=self.tokenizer_files | self.data_files(state),
-            train=self.config.model_dump(mode="json"),
-            data=self.data,
-            sources=self.sources,
+            self.about,
+            files=self.data_files(state),
             keep=Keep.of_run(self.config),
             validation_loss=self.validation_losses().get(state.step),
             pinned=self.pinned,

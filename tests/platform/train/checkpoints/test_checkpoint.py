@@ -42,7 +42,8 @@ def trained(seed=0, steps=1, make=adamw):
 
 def save(folder, model, optimizer, step=1, **options):
     state = TrainState(step=step, position=8 * step, tokens=96 * step, loss=1.5)
-    return checkpoint.save(str(folder), model, optimizer, state, config=model_config(), tokenizer=TOKENIZER, **options)
+    about = checkpoint.About(model_config(), TOKENIZER)
+    return checkpoint.save(str(folder), model, optimizer, state, about, **options)
 
 
 def whole(tensor):
@@ -133,10 +134,8 @@ def test_load_model_needs_nothing_but_the_folder(tmp_path):
     files = {"tokenizer/vocab.json": b"{}"}
     tokenizer = TOKENIZER | {"file": "tokenizer/vocab.json"}
     state = TrainState(step=3)
-    uri = checkpoint.save(
-        str(tmp_path / "checkpoints"), model, optimizer, state,
-        config=model_config(), tokenizer=tokenizer, tokenizer_files=files,
-    )  # fmt: skip
+    about = checkpoint.About(model_config(), tokenizer, files)
+    uri = checkpoint.save(str(tmp_path / "checkpoints"), model, optimizer, state, about)
     for place in (uri, str(tmp_path), str(tmp_path / "checkpoints")):
         loaded, config, info = checkpoint.load_model(place)
         assert config == model_config()

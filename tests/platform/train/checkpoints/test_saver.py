@@ -14,6 +14,7 @@ from tests.platform.train.packed import TOKENIZER, model_config, train_config
 
 MODEL = torch.nn.Linear(1, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters())
+ABOUT = checkpoint.About(model_config(), TOKENIZER)
 
 
 class Clock:
@@ -40,7 +41,8 @@ class Disk:
         self.refusals, self.tries, self.options, self.free = refusals, [], {}, threading.Event()
         self.free.set()
 
-    def write(self, folder, tensors, state, **options):
+    def write(self, folder, tensors, state, about, **options):
+        assert about is ABOUT
         assert self.free.wait(60)
         self.tries.append(state.step)
         self.options = options
@@ -61,7 +63,7 @@ def made(tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoint, "write", disk.write)
         config = train_config(**{"steps": 100, "checkpoint_every": 4, "async_save": False} | train)
         options = {"report": None, "validation_losses": dict, "flush": lambda: None} | (fields or {})
-        saver = saving.Saver(str(tmp_path), model_config(), config, TOKENIZER, {"vocab": b"1"}, **options)
+        saver = saving.Saver(str(tmp_path), ABOUT, config, **options)
         return clock, disk, saver
 
     return make
@@ -190,8 +192,6 @@ def test_what_is_handed_on(made):
         "flush": lambda: order.append(f"flush before {disk.tries}"),
         "pinned": lambda: {"step-00000002"},
         "data_files": lambda state: order.append(state.step) or {"cursors.json": b"2"},
-        "data": "f" * 64,
-        "sources": {"start": "0" * 12},
     }
     _, disk, saver = made(fields=fields, keep_checkpoints=7)
     at(saver, 4)
@@ -199,12 +199,7 @@ def test_what_is_handed_on(made):
     assert order == [4, "flush before []"]
     assert options.pop("pinned")() == {"step-00000002"}
     assert options == {
-        "config": model_config(),
-        "tokenizer": TOKENIZER,
-        "tokenizer_files": {"vocab": b"1", "cursors.json": b"2"},
-        "train": saver.config.model_dump(mode="json"),
-        "data": "f" * 64,
-        "sources": {"start": "0" * 12},
+        "files": {"cursors.json": b"2"},
         "keep": Keep(7),
         "validation_loss": 2.5,
         "group": None,

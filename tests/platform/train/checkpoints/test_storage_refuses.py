@@ -17,12 +17,12 @@ from lt2_platform.results.store import ResultsStore, RunWriter
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
-from lt2_platform.train.checkpoints import saving, shards
+from lt2_platform.train.checkpoints import checkpoint, saving, shards
 from lt2_platform.train.checkpoints.integrity import complete
 from lt2_platform.train.checkpoints.retention import stored_loss
 from lt2_platform.train.checkpoints.shards import StorageRefusedError
 from lt2_platform.train.ranks import on_rank_zero
-from tests.platform.train.packed import checkpoints, train_config, write_dataset
+from tests.platform.train.packed import checkpoints, model_config, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
 from tests.ranks import run_ranks
 
@@ -219,7 +219,7 @@ def test_ranks_agree_when_one_of_them_is_refused(tmp_path, undisturbed):
 
 def test_waits_grow_and_are_bounded(monkeypatch):
     monkeypatch.undo()
-    saver = saving.Saver("x", None, train_config(), {}, {}, None, dict, lambda: None)
+    saver = saving.Saver("x", checkpoint.About(model_config(), {}), train_config(), None, dict, lambda: None)
     waits = []
     for _ in range(9):
         saver._refused(TrainState(), StorageRefusedError("no"))
