@@ -58,6 +58,20 @@ class GatedRMSNorm(nn.Module):
         return o * (F.silu(gate) if self.activation == "silu" else torch.sigmoid(gate))
 
 
+class OutputGate(nn.Linear):
+    """The SDPA output gate (paper §3.4): o · sigmoid(W x), one number per channel ("elementwise") or per head."""
+
+    def __init__(self, kind: str, dim: int, heads: int, head_dim: int):
+        super().__init__(dim, heads * head_dim if kind == "elementwise" else heads, bias=False)
+
+    def init_special(self) -> None:
+        """It starts at sigmoid(0) everywhere: zero-init, as the paper's gate ablation."""
+        nn.init.zeros_(self.weight)
+
+    def gated(self, o: Tensor, x: Tensor) -> Tensor:  # (B, L, H, E), (B, L, D) -> (B, L, H, E)
+        return o * torch.sigmoid(self(x)).view(*o.shape[:3], -1)
+
+
 class ShortConv(nn.Module):
     """Depthwise causal convolution over the last `size` tokens of a document, then SiLU.
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lt2.cache import LayerCache
 from lt2.config import Dims
-from lt2.layers import RMSNorm
+from lt2.layers import OutputGate, RMSNorm
 from lt2.mixer_configs import SoftmaxConfig, WindowConfig
 from lt2.ops.attention import attention_decode, causal_attention
 from lt2.ops.windowed import windowed_attention
@@ -30,15 +30,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(H * E, dims.dim, bias=False)
         self.q_norm = RMSNorm(E, eps=dims.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(E, eps=dims.norm_eps) if config.qk_norm else None
-        self.gate_proj = None
-        if config.gate is not None:
-            self.gate_proj = nn.Linear(dims.dim, H * E if config.gate == "elementwise" else H, bias=False)
+        self.gate_proj = None if config.gate is None else OutputGate(config.gate, dims.dim, H, E)
         self.rope = config.rope
-
-    def init_special(self) -> None:
-        """The gate starts at sigmoid(0) everywhere: zero-init, as the paper's gate ablation."""
-        if self.gate_proj is not None:
-            nn.init.zeros_(self.gate_proj.weight)
 
     def forward(
         self, x: Tensor, spec: SoftmaxConfig, seq: SequenceInfo, cache: LayerCache | None
@@ -63,8 +56,7 @@ class Attention(nn.Module):
             store(cache, k, v, window, seq)
 
         if self.gate_proj is not None:
-            gate = torch.sigmoid(self.gate_proj(x))
-            o = o * gate.view(B, L, H, -1)
+            o = self.gate_proj.gated(o, x)
         return self.o_proj(o.reshape(B, L, H * E)), None
 
     def queries_and_keys(self, x: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lt2.cache import LayerCache
 from lt2.config import Dims
-from lt2.layers import RMSNorm
+from lt2.layers import OutputGate, RMSNorm
 from lt2.mixer_configs import DSAConfig
 from lt2.mixers.nsa import store_heads_first
 from lt2.ops.attention import causal_attention
@@ -61,16 +61,9 @@ class SparseAttention(nn.Module):
         self.o_proj = nn.Linear(H * E, dims.dim, bias=False)
         self.q_norm = RMSNorm(E, eps=dims.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(E, eps=dims.norm_eps) if config.qk_norm else None
-        self.gate_proj = None
-        if config.gate is not None:
-            self.gate_proj = nn.Linear(dims.dim, H * E if config.gate == "elementwise" else H, bias=False)
+        self.gate_proj = None if config.gate is None else OutputGate(config.gate, dims.dim, H, E)
         self.indexer = LightningIndexer(config, dims)
         self.rope = config.rope
-
-    def init_special(self) -> None:
-        """The gate starts at sigmoid(0) everywhere: zero-init, as the paper's gate ablation."""
-        if self.gate_proj is not None:
-            nn.init.zeros_(self.gate_proj.weight)
 
     def forward(
         self, x: Tensor, spec: DSAConfig, seq: SequenceInfo, cache: LayerCache | None
@@ -97,7 +90,7 @@ class SparseAttention(nn.Module):
             o = attend_cached(q, index, cache, spec.top_k, seq)
 
         if self.gate_proj is not None:
-            o = o * torch.sigmoid(self.gate_proj(x)).view(B, L, H, -1)
+            o = self.gate_proj.gated(o, x)
         return self.o_proj(o.reshape(B, L, H * E)), aux
 
 

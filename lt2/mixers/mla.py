@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lt2.cache import LayerCache
 from lt2.config import Dims
-from lt2.layers import RMSNorm
+from lt2.layers import OutputGate, RMSNorm
 from lt2.mixer_configs import MLAConfig
 from lt2.ops import dispatch
 from lt2.ops.attention import causal_attention
@@ -36,14 +36,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(C, eps=dims.norm_eps)
         self.kv_up = nn.Linear(C, H * (E + V), bias=False)
         self.o_proj = nn.Linear(H * V, dims.dim, bias=False)
-        self.gate_proj = None
-        if config.gate is not None:
-            self.gate_proj = nn.Linear(dims.dim, H * V if config.gate == "elementwise" else H, bias=False)
-
-    def init_special(self) -> None:
-        """The gate starts at sigmoid(0) everywhere: zero-init, as the paper's gate ablation."""
-        if self.gate_proj is not None:
-            nn.init.zeros_(self.gate_proj.weight)
+        self.gate_proj = None if config.gate is None else OutputGate(config.gate, dims.dim, H, V)
 
     def forward(self, x: Tensor, spec: MLAConfig, seq: SequenceInfo, cache: LayerCache | None) -> tuple[Tensor, None]:
         B, L, _ = x.shape
@@ -65,7 +58,7 @@ class LatentAttention(nn.Module):
             o = self._absorbed(q, q_rope, cache["latent"].to(q.dtype), seq)
 
         if self.gate_proj is not None:
-            o = o * torch.sigmoid(self.gate_proj(x)).view(B, L, H, -1)
+            o = self.gate_proj.gated(o, x)
         return self.o_proj(o.reshape(B, L, H * V)), None
 
     def _expanded(self, q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, seq: SequenceInfo) -> Tensor:

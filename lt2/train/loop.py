@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "PreemptedError",
     "TrainConfig",
     "TrainState",
+    "autocast",
     "autocast_dtype",
     "due_after",
     "train",
@@ -101,8 +103,7 @@ def train(
     data ends early.
     """
     device = next(model.parameters()).device
-    precision = autocast_dtype(config.precision, device)
-    autocast = lambda: torch.autocast(device.type, precision) if precision else nullcontext()  # noqa: E731
+    context = partial(autocast, config.precision, device)
     window, guard = _Window(device), Guard(device)
     unheard: deque[_Step] = deque()
     model.train()
@@ -116,7 +117,7 @@ def train(
 
         set_lr(optimizer, lr := schedule(state.step))
         batch = replace(batch, step=state.step)
-        sums, expected = _forward_backward(model, objective, batch, config, autocast, sharding)
+        sums, expected = _forward_backward(model, objective, batch, config, context, sharding)
         sums["request"] = torch.full((), float(stop()), dtype=torch.float64, device=device)
         totals, grad_norm = _finish_gradients(model, sums, expected, config.grad_clip, sharding)
         request = totals.pop("request")
@@ -137,7 +138,7 @@ def train(
             made = unheard.popleft()
             heard = made.news()
             if heard.bad_step:
-                raise _not_finite(model, objective, made, heard, config, autocast, sharding)
+                raise _not_finite(model, objective, made, heard, config, context, sharding)
             requested = max(requested, heard.request)
         if requested:
             due |= {"log", "checkpoint"}
@@ -166,6 +167,12 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if precision == "bf16" or (precision == "auto" and fast) else None
 
 
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """While it is open, products on the device are in `autocast_dtype`."""
+    dtype = autocast_dtype(precision, device)
+    return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+
 def _next_batch(data: Iterator[Batch], state: TrainState, config: TrainConfig) -> Batch:
     batch = next(data, None)
     if batch is None:
@@ -178,7 +185,7 @@ def _forward_backward(
     objective: Objective,
     batch: Batch,
     config: TrainConfig,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    context: Callable[[], AbstractContextManager[Any]],
     sharding: Sharding | None,
 ) -> tuple[dict[str, Tensor], int]:
     """Accumulate gradients of (loss sum / expected tokens) over the micro-batches; (sums over this rank, expected)."""
@@ -190,7 +197,7 @@ def _forward_backward(
     sums: dict[str, Tensor] = {}
     for index, part in enumerate(parts):
         with parallel.micro_step(sharding, last=index == len(parts) - 1):
-            with autocast():
+            with context():
                 loss, n_tokens, metrics = objective(model, part.to(device))
             (loss / expected).backward()
         for name, value in {"loss": loss, "n_tokens": n_tokens, **metrics}.items():
@@ -249,12 +256,12 @@ def _not_finite(
     step: _Step,
     heard: News,
     config: TrainConfig,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    context: Callable[[], AbstractContextManager[Any]],
     sharding: Sharding | None,
 ) -> NonFiniteLossError:
     device = next(model.parameters()).device
     parts = [part.to(device) for part in step.batch.split(config.micro_batch_size or len(step.batch.tokens))]
-    origin = find_origin(model, objective, parts, autocast, loss=heard.loss, sharding=sharding)
+    origin = find_origin(model, objective, parts, context, loss=heard.loss, sharding=sharding)
     return NonFiniteLossError(
         f"step {step.step}: loss {heard.loss}, gradient norm {heard.grad_norm}; {origin}; "
         "lower train.lr or raise train.warmup_steps",

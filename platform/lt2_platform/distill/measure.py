@@ -5,7 +5,6 @@ Shapes: B sequences, L positions, T loops.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from lt2.config import ConfigError, KeptLayout
 from lt2.distill.kl import chunked_topk_kl, top_k
 from lt2.layout import layout
 from lt2.model import LoopedLM
-from lt2.train.loop import Batch, autocast_dtype
+from lt2.train.loop import Batch, autocast
 from lt2.train.loss import IGNORE, next_token_targets
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.distill.run import check_tokenizer
@@ -50,14 +49,13 @@ def teacher_kl(
             raise ConfigError(f"the student's {name} is {ours}, the teacher's {theirs}; they must be equal")
     part = held_out_rows(dataset, held_out)[:max_sequences]
     T, device = student.config.n_loops, student.embed.weight.device
-    precision = autocast_dtype("auto", device)
     models = [model.at_depth(T, halting=False).eval() for model in (student, teacher)]
     sums, tokens = torch.zeros(T, dtype=torch.float64), 0
     for rows in chunks(part, batch_size):
         batch = Batch.from_numpy(dataset.batch(rows), device)
         doc_ids = batch.input_doc_ids(document_mask)
         counted = (next_token_targets(batch, document_mask=document_mask) != IGNORE).flatten()
-        with torch.autocast(device.type, precision) if precision else nullcontext():
+        with autocast("auto", device):
             ours, theirs = (
                 [state.flatten(0, 1) for state in model(batch.tokens[:, :-1], doc_ids=doc_ids, per_loop=True).loops]
                 for model in models

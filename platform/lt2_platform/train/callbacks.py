@@ -6,15 +6,12 @@ import json
 import logging
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lt2.model import LoopedLM
-from lt2.train.loop import TrainConfig, TrainState, autocast_dtype
+from lt2.train.loop import TrainConfig, TrainState, autocast
 from lt2_platform.background import Background
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.validation import perplexity
@@ -43,9 +40,7 @@ class Evaluator:
     last: dict[int, float] = field(default_factory=dict)  # the loss of the last evaluated step
 
     def on_eval(self, state: TrainState, model: LoopedLM) -> None:
-        device = model.embed.weight.device
-        precision = autocast_dtype(self.config.precision, device)
-        with torch.autocast(device.type, precision) if precision else nullcontext():
+        with autocast(self.config.precision, model.embed.weight.device):
             result = perplexity(
                 model,
                 PackedDataset(self.data, "validation"),
