@@ -146,6 +146,16 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in (("PPL", scores.get("PPL")), ("Avg", mean)) if value is not None}
 
 
+def score_cells(row: Mapping[str, Any], *, with_paper: bool) -> dict[str, Any]:
+    """A row's scores, their p-values and the paper's numbers, by the column of a table that shows them."""
+    cells: dict[str, Any] = {}
+    for name in SCORES:
+        cells |= {name: plus_minus(row[name], row[f"{name}_std"]), f"{name}, p": p_text(row[f"{name}_p"])}
+        if with_paper:
+            cells[f"{name}, paper"] = row[f"{name}_paper"]
+    return cells
+
+
 def p_text(p_value: float | None) -> str:
     return "" if p_value is None else "<0.001" if p_value < 0.001 else f"{p_value:.2g}"
 

@@ -142,14 +142,10 @@ class HarnessConfig(TaskConfig):
     system: str = ""
 
     @model_validator(mode="after")
-    def _speaks_in_chat_only(self) -> HarnessConfig:
+    def _check(self) -> HarnessConfig:
         if not self.chat and (self.system or not self.multiturn):
             field = "system" if self.system else "multiturn"
             raise ValueError(f"{field} is of conversations; set chat too (true, or a template's name)")
-        return self
-
-    @model_validator(mode="after")
-    def _names_tasks(self) -> HarnessConfig:
         if (self.suite is None) == (not self.tasks):
             raise ValueError("give either a suite (core, recall, needles, ruler, reasoning) or tasks by name")
         return self

@@ -72,13 +72,14 @@ def ray_notice() -> Callable[[], int]:
     """
     from ray.train.v2._internal.execution.context import get_train_context
 
-    seen: list[Any] = [None]
+    seen: Any = None
 
     def ask() -> int:
+        nonlocal seen
         notice = get_train_context().preemption_context.preemption_info
-        if notice is None or notice == seen[0]:
+        if notice is None or notice == seen:
             return 0
-        seen[0] = notice
+        seen = notice
         log.warning("nodes of this run are to be preempted (%s): saving a checkpoint", notice)
         return SAVE
 

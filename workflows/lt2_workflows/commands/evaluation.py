@@ -163,9 +163,7 @@ def paper_table(
     storage: StorageOption = None,
 ) -> None:
     """The paper's main or long-context table with our runs beside it; averages are recomputed."""
-    from lt2_platform.evaluate.paper import formats as paper_formats
-    from lt2_platform.evaluate.paper import long_context as paper_recall
-    from lt2_platform.evaluate.paper import main_table as paper
+    from lt2_platform.evaluate.paper import formats, long_context, main_table
     from lt2_platform.evaluate.repeats import other_text, quick_look
     from lt2_platform.results.store import ResultsStore
     from lt2_platform.results.tables import as_number
@@ -186,26 +184,21 @@ def paper_table(
         if name == "validation" and as_number(row.get("value")) is not None:
             by_run.setdefault(run, []).append(row)
     chosen = runs_named(root, by_run, runs, "with evaluations; those with some") if runs else sorted(by_run)
-    scores_of = paper_recall.scores_of if which == "recall" else paper.scores_of
-    scores = {run: scores_of(by_run[run]) for run in chosen}
-    found = {run: each for run, each in scores.items() if each}
-    if which == "recall":
-        rows, columns = paper_recall.compared(found), paper_recall.COLUMNS
-    else:
-        rows, columns = paper.compared(found, scale), paper.COLUMNS
-    asked = paper_recall.TASKS if which == "recall" else paper.TASKS
+    kind = long_context if which == "recall" else main_table
+    found = {run: scores for run in chosen if (scores := kind.scores_of(by_run[run]))}
+    rows = long_context.compared(found) if which == "recall" else main_table.compared(found, scale)
     for row in rows:
         own = by_run[row["model"]] if row["source"] == "ours" else []
-        told = (quick_look(own, asked), other_text(own) if which == "main" else "", row["note"])
+        told = (quick_look(own, kind.TASKS), other_text(own) if which == "main" else "", row["note"])
         row["note"] = "; ".join(part for part in told if part)
     if format_ == "text":
         shown = [
             {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()} for row in rows
         ]
-        typer.echo(table(shown, ["model", *columns, "note"]))
+        typer.echo(table(shown, ["model", *kind.COLUMNS, "note"]))
         return
-    write = paper_formats.as_csv if format_ == "csv" else paper_formats.as_latex
-    typer.echo(write(rows, columns), nl=False)
+    write = formats.as_csv if format_ == "csv" else formats.as_latex
+    typer.echo(write(rows, kind.COLUMNS), nl=False)
 
 
 def harness_config(suite: str, **fields: Any) -> HarnessConfig:

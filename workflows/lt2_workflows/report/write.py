@@ -238,26 +238,13 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
     rows, with_paper = ablations.summarize(trials, sweep["paper"]), sweep["paper"] is not None
     labels = [" ".join((row["group"], row["label"])).strip() for row in rows]
     yield sweep["title"] + "."
-    columns = ["group", "configuration", "seeds", "stopped early", "failed", "parameters", "training FLOPs"]
-    columns += [
-        name
-        for score in ablations.SCORES
-        for name in (score, f"{score}, p", *([f"{score}, paper"] if with_paper else []))
-    ]
     lines = []
     for row in rows:
-        scores = [
-            value
-            for score in ablations.SCORES
-            for value in (
-                ablations.plus_minus(row[score], row[f"{score}_std"]),
-                ablations.p_text(row[f"{score}_p"]),
-                *([row[f"{score}_paper"]] if with_paper else []),
-            )
-        ]
-        counts = [row["n"], row["stopped"], row["failed"], row["parameters"], _amount(row[ablations.FLOPS])]
-        lines.append([row["group"], row["label"], *counts, *scores])
-    yield _without_empty(Table(columns, lines))
+        line = {"group": row["group"], "configuration": row["label"], "seeds": row["n"]}
+        line |= {"stopped early": row["stopped"], "failed": row["failed"], "parameters": row["parameters"]}
+        line["training FLOPs"] = amount(row[ablations.FLOPS]) if row[ablations.FLOPS] is not None else ""
+        lines.append(line | ablations.score_cells(row, with_paper=with_paper))
+    yield _without_empty(Table(list(lines[0]), [list(line.values()) for line in lines]))
     if any(row[f"{score}_p"] is not None for row in rows for score in ablations.SCORES):
         yield ablations.P_MEANS
     if with_paper:
@@ -281,10 +268,6 @@ def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]
                 yield Plot(dot_chart(labels, [Dots(who, values, errors, who == "paper")], y=unit), f"{unit}, {who}")
     runs = {trial["name"]: trial["run"] for trial in sweep["trials"] if trial["run"]}
     yield from curve_parts(store, runs)
-
-
-def _amount(value: float | None) -> str:
-    return "" if value is None else amount(value)
 
 
 def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:

@@ -48,11 +48,9 @@ def run_report(config: ReportStep, context: StepContext) -> dict[str, Any]:
 def _label(row: dict[str, Any]) -> str:
     if row["task"] == "perplexity":
         return f"validation {row['metric']}"
-    return (
-        row["metric"].removesuffix("_tokens_per_s") + " throughput"
-        if row["task"] == "throughput"
-        else row["task"] + " " + row["metric"]
-    )
+    if row["task"] == "throughput":
+        return f"{row['metric'].removesuffix('_tokens_per_s')} throughput"
+    return f"{row['task']} {row['metric']}"
 
 
 def _note(row: dict[str, Any]) -> str:

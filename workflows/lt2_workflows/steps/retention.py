@@ -44,18 +44,8 @@ def run_items(config: ItemsStep, context: StepContext) -> dict[str, Any]:
     """Result: {"tasks": names}."""
     from lt2_platform.distill.items import make_pack
 
-    tasks = make_pack(
-        context.path(config.data),
-        context.out,
-        held_out=config.held_out,
-        items=config.items,
-        context=config.context,
-        continuation=config.continuation,
-        needles=config.needles,
-        needle_samples=config.needle_samples,
-        seed=config.seed,
-    )
-    return {"tasks": tasks}
+    options = config.model_dump(exclude={"type", "resources", "data"})
+    return {"tasks": make_pack(context.path(config.data), context.out, **options)}
 
 
 class RetentionStep(StepConfig):

@@ -70,23 +70,17 @@ def run_select_layers(config: SelectLayersStep, context: StepContext) -> dict[st
     elif config.method == "one_shot":
         from lt2_platform.distill.measure import one_shot_scores
 
-        assert config.teacher is not None
-        assert config.student is not None
-        assert config.data is not None
-        scores = one_shot_scores(
-            *(context.path(place) for place in (config.student, config.teacher, config.data)),
-            max_sequences=config.sequences,
-            progress=context.progress,
-        )
+        places = (config.student, config.teacher, config.data)
+        student, teacher, data = (context.path(place) for place in places if place is not None)  # as all are, here
+        scores = one_shot_scores(student, teacher, data, max_sequences=config.sequences, progress=context.progress)
     if scores is None:
-        kept = uniform_layers(config.n_layers, config.count)
+        kept, measured = uniform_layers(config.n_layers, config.count), {}
     else:
         kept = best_layers(scores, config.count)
-    rows = [
-        {"layer": layer, "KL with it alone kept": "" if scores is None else f"{scores[layer]:.4f}", "kept": mark}
-        for layer, mark in enumerate("yes" if layer in kept else "" for layer in range(config.n_layers))
-    ]
-    text = table(rows, ["layer", *(["KL with it alone kept"] if scores is not None else []), "kept"])
+        measured = {layer: {"KL with it alone kept": f"{score:.4f}"} for layer, score in enumerate(scores)}
+    layers = range(config.n_layers)
+    rows = [{"layer": n, **measured.get(n, {}), "kept": "yes" if n in kept else ""} for n in layers]
+    text = table(rows, list(rows[0]))
     record = {"method": config.method, "kept": list(kept), "scores": scores}
     context.storage.write_json(f"{context.step.folder}/out/selection.json", record)
     return {"kept": list(kept), "scores": scores, "text": f"\nlayers that keep attention ({config.method})\n\n{text}\n"}

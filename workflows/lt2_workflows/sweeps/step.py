@@ -256,11 +256,7 @@ def _shown(row: Mapping[str, Any], with_paper: bool, counts: Collection[str]) ->
     line["parameters"] = amount(row["parameters"]) if row["parameters"] else ""
     line["training FLOPs"] = amount(row[ablations.FLOPS]) if row[ablations.FLOPS] else ""
     line |= {"seeds": row["n"], "stopped early": row["stopped"] or "", "failed": row["failed"] or ""}
-    for name in ablations.SCORES:
-        line[name] = ablations.plus_minus(row[name], row[f"{name}_std"])
-        line[f"{name}, p"] = ablations.p_text(row[f"{name}_p"])
-        if with_paper:
-            line[f"{name}, paper"] = row[f"{name}_paper"]
+    line |= ablations.score_cells(row, with_paper=with_paper)
     if row["PPL"] is None and row["Avg"] is None:
         for key, pair in list(row["metrics"].items())[:6]:
             line[key] = ablations.plus_minus(*pair, digits=0 if key in counts else 3)
