@@ -113,10 +113,10 @@ class ShortConv(nn.Module):
         return F.silu(y)
 
 
-def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum x^2 + eps) over the last dimension, statistics in fp32 (fp64 stays fp64), as fla's kernels do."""
+def l2_normalise(x: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + 1e-6) over the last dimension, statistics in fp32 (fp64 stays fp64), as fla's kernels do."""
     wide = x if x.dtype == torch.float64 else x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def mask_padding(seq: SequenceInfo, *tensors: Tensor) -> list[Tensor]:

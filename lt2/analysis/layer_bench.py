@@ -20,6 +20,8 @@ from lt2.config import ConfigError, ModelConfig, UniformLayout
 from lt2.explain import explain
 from lt2.model import LoopedLM, build
 
+REPEATS, DECODE_STEPS = 3, 8
+
 
 def bench_layers(
     mixers: Sequence[dict[str, Any]],
@@ -30,25 +32,23 @@ def bench_layers(
     batch: int = 1,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    repeats: int = 3,
-    decode_steps: int = 8,
 ) -> Iterator[dict[str, Any]]:
     """One row per (mixer, seq_len), as each is measured.
 
     `train_ms` is a forward and backward of the layer, projections included; `saved_bytes` what it keeps for backward;
     `peak_bytes` the allocator's peak above the start (CUDA only); `decode_ms` one token after seq_len cached ones;
-    `cache_bytes` that layer's cache. Times are medians of `repeats` after one warm-up. Out of memory is a result.
+    `cache_bytes` that layer's cache. Times are medians of REPEATS after one warm-up. Out of memory is a result.
 
     Raises:
         ConfigError: a mixer that cannot be built at this shape, before any is measured.
     """
     points = [(fields, seq_len) for fields in mixers for seq_len in seq_lens]
-    configs = [one_layer(fields, dim, num_heads, seq_len + 2 * decode_steps) for fields, seq_len in points]
+    configs = [one_layer(fields, dim, num_heads, seq_len + 2 * DECODE_STEPS) for fields, seq_len in points]
     for (fields, seq_len), config in zip(points, configs):
         model = build(config).to(device=device, dtype=dtype)
         row = {"mixer": name(fields), "seq_len": seq_len, "batch": batch}
         try:
-            yield row | measure(model, batch, seq_len, repeats, decode_steps)
+            yield row | measure(model, batch, seq_len)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             yield row | {"out_of_memory": True}
@@ -76,7 +76,7 @@ def one_layer(fields: dict[str, Any], dim: int, num_heads: int, max_seq_len: int
         raise ConfigError(explain(error, name(fields))) from error
 
 
-def measure(model: LoopedLM, batch: int, seq_len: int, repeats: int, decode_steps: int) -> dict[str, Any]:
+def measure(model: LoopedLM, batch: int, seq_len: int) -> dict[str, Any]:
     block: Any = model.blocks[0]
     spec = model.schedule[0][0]
     mixer = block.mixers[spec.weights]
@@ -103,40 +103,40 @@ def measure(model: LoopedLM, batch: int, seq_len: int, repeats: int, decode_step
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
-    train_ms = median_ms(train, device, repeats)
+    train_ms = median_ms(train, device)
     after = peak(device, reset=False)
     return {
         "train_ms": train_ms,
         "us_per_token": 1e3 * train_ms / (batch * seq_len),
         "saved_bytes": sum(size for at, size in saved if at not in weights),
         "peak_bytes": None if before is None or after is None else after - before,
-        "decode_ms": decode_ms(model, batch, seq_len, repeats, decode_steps),
+        "decode_ms": decode_ms(model, batch, seq_len),
         "cache_bytes": cache_bytes(model.config, seq_len, batch=batch, dtype=dtype),
     }
 
 
 @torch.inference_mode()
-def decode_ms(model: LoopedLM, batch: int, seq_len: int, repeats: int, steps: int) -> float:
+def decode_ms(model: LoopedLM, batch: int, seq_len: int) -> float:
     """Milliseconds per token of the mixer alone, its cache holding seq_len tokens."""
     spec = model.schedule[0][0]
     block: Any = model.blocks[0]
     mixer = block.mixers[spec.weights]
-    cache = model.init_cache(batch, seq_len + steps)
+    cache = model.init_cache(batch, seq_len + DECODE_STEPS)
     weight = model.embed.weight
     x = torch.randn(batch, 1, model.config.dim, device=weight.device, dtype=weight.dtype)
     ids = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
 
     def decode() -> None:
         cache.rewind(seq_len)
-        for _ in range(steps):
+        for _ in range(DECODE_STEPS):
             mixer(x, spec, model.sequence_info(ids, None, None, cache), cache.layers[0][0])
             cache.advance(None, 1)
 
-    return median_ms(decode, weight.device, repeats) / steps
+    return median_ms(decode, weight.device) / DECODE_STEPS
 
 
-def median_ms(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    return 1e3 * statistics.median(repeat_seconds(work, device, warmups=1, repeats=repeats))
+def median_ms(work: Callable[[], None], device: torch.device) -> float:
+    return 1e3 * statistics.median(repeat_seconds(work, device, warmups=1, repeats=REPEATS))
 
 
 def peak(device: torch.device, *, reset: bool) -> int | None:
@@ -149,14 +149,14 @@ def peak(device: torch.device, *, reset: bool) -> int | None:
     return torch.cuda.max_memory_allocated(device)
 
 
-def crossover(rows: Sequence[dict[str, Any]], mixer: str, *, against: str = "full") -> float | None:
-    """Length from which `mixer` trains faster than `against` in all measured rows, interpolated on log-log axes.
+def crossover(rows: Sequence[dict[str, Any]], mixer: str) -> float | None:
+    """Length from which `mixer` trains faster than full attention in all measured rows, interpolated on log-log axes.
 
     The shortest measured length when it is faster from the start; None when it never is.
     """
     times = {(row["mixer"], row["seq_len"]): row["train_ms"] for row in rows if "train_ms" in row}
-    lengths = sorted({length for name, length in times if name == mixer and (against, length) in times})
-    gaps = [(length, math.log(times[mixer, length] / times[against, length])) for length in lengths]
+    lengths = sorted({length for name, length in times if name == mixer and ("full", length) in times})
+    gaps = [(length, math.log(times[mixer, length] / times["full", length])) for length in lengths]
     if not gaps or gaps[-1][1] >= 0:
         return None
     last_slower = max((index for index, (_, gap) in enumerate(gaps) if gap >= 0), default=None)

@@ -43,7 +43,6 @@ def export_checkpoint(
     eos_id: int | None = None,
     stop_ids: Sequence[int] = (),
     dtype: torch.dtype | None = None,
-    max_shard_size: str = "5GB",
     lengths: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
     source: Mapping[str, Any] | None = None,
@@ -68,7 +67,7 @@ def export_checkpoint(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
         staged = Path(name) / "model"
-        write_model(model, staged, bos_id, eos_id, stop_ids, max_shard_size)
+        write_model(model, staged, bos_id, eos_id, stop_ids)
         if tokenizer is not None:
             write_tokenizer(tokenizer, staged)
             name_special_tokens(staged, bos_id=bos_id, eos_id=eos_id)
@@ -83,17 +82,6 @@ def export_checkpoint(
         (staged / CERTIFICATE).write_text(json.dumps(certificate, indent=2) + "\n")
         staged.rename(folder)
     return checks
-
-
-def load_exported(folder: str | Path, *, verify: bool = True) -> LoopedLM:
-    """The model of an exported folder, in eval mode and its stored dtypes.
-
-    Raises:
-        ConfigError: with verify, no certificate, or a file that is not the one certified.
-    """
-    if verify:
-        verify_certificate(folder)
-    return load_wrapped(folder).model
 
 
 def verify_certificate(folder: str | Path) -> dict[str, Any]:
@@ -125,15 +113,13 @@ def converted(model: LoopedLM, dtype: torch.dtype) -> LoopedLM:
     return copied
 
 
-def write_model(
-    model: LoopedLM, folder: Path, bos_id: int | None, eos_id: int | None, stop_ids: Sequence[int], max_shard_size: str
-) -> None:
+def write_model(model: LoopedLM, folder: Path, bos_id: int | None, eos_id: int | None, stop_ids: Sequence[int]) -> None:
     wrapped = LT2ForCausalLM.of(model, bos_token_id=bos_id, eos_token_id=eos_id)
     ends = list(dict.fromkeys([*([] if eos_id is None else [eos_id]), *stop_ids]))
     wrapped.generation_config = GenerationConfig(
         bos_token_id=bos_id, eos_token_id=ends if len(ends) > 1 else eos_id, pad_token_id=eos_id
     )
-    wrapped.save_pretrained(folder, max_shard_size=max_shard_size)
+    wrapped.save_pretrained(folder, max_shard_size="5GB")
     open_to_others(sorted(folder.glob("*.safetensors")))
 
 

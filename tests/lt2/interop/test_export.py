@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lt2.config import ConfigError
 from lt2.interop import certificate, export
 from lt2.interop.certificate import ParityError
-from lt2.interop.export import export_checkpoint, load_exported, verify_certificate
+from lt2.interop.export import export_checkpoint, verify_certificate
 from lt2.interop.transformers import LT2ForCausalLM
 from lt2.mixers import attention
 from lt2.model import LoopedLM
@@ -43,7 +43,7 @@ def test_certified_export_of_every_layout(tmp_path: Path, layout: str, halting: 
     assert {"config.json", "model.safetensors"} <= set(written["files"])
     assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1, "whoever reads one file reads all"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    loaded = load_exported(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model
     torch.testing.assert_close(loaded(tokens(2, 9)).hidden, net(tokens(2, 9)).hidden, rtol=1e-12, atol=1e-12)
 
 
@@ -131,15 +131,15 @@ def test_a_file_changed_later_is_noticed(tmp_path: Path):
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
     with pytest.raises(ConfigError, match=r"model\.safetensors is not the file that was certified"):
-        load_exported(tmp_path / "out")
+        verify_certificate(tmp_path / "out")
     weights.unlink()
     with pytest.raises(ConfigError, match="certified but not there"):
-        load_exported(tmp_path / "out")
+        verify_certificate(tmp_path / "out")
     (tmp_path / "out" / "parity.json").write_text('{"files": {')
     with pytest.raises(ConfigError, match=r"parity\.json is not JSON .*; copy or export it again"):
-        load_exported(tmp_path / "out")
+        verify_certificate(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"no parity\.json"):
-        load_exported(tmp_path)
+        verify_certificate(tmp_path)
 
 
 def test_an_existing_folder_is_never_touched(tmp_path: Path):

@@ -20,6 +20,8 @@ from lt2.config import Config, ModelConfig
 from lt2_platform.evaluate.config import ThroughputConfig
 from lt2_platform.machine.memory import peak_resident
 
+RESOLUTION = 1 / 16
+
 
 class Cell(Config):
     """What one process measures: a model with random weights, and the throughput task's own settings.
@@ -58,13 +60,11 @@ def measured(cell: Cell, *, timeout_s: float = 3600) -> dict[str, Any]:
     return last.get("result", last)
 
 
-def frontier(
-    fits: Callable[[int], bool], *, first: int, most: int, resolution: float = 1 / 16
-) -> tuple[int, int | None]:
+def frontier(fits: Callable[[int], bool], *, first: int, most: int) -> tuple[int, int | None]:
     """(longest context that fits, shortest found that does not), by doubling from `first` and then bisection.
 
     The first is 0 if not even `first` fits; the second None if `most` does. Stops when they are closer than
-    `resolution` of the first.
+    RESOLUTION of the first.
     """
     low, high, context = 0, None, first
     while high is None:
@@ -77,7 +77,7 @@ def frontier(
             high = context
     if low == 0:
         return 0, high
-    while high - low > max(1, int(low * resolution)):
+    while high - low > max(1, int(low * RESOLUTION)):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low, high
