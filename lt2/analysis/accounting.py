@@ -181,29 +181,20 @@ def _new_input_flops(config: ModelConfig) -> float:
     return 2.0 * sum(projections) * (config.n_layers - len(kept)) * config.n_loops
 
 
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
+CARDS = {
+    "B200": (2250e12, 180e9),
+    "H200": (989e12, 141e9),
+    "H100 PCIe": (756e12, 80e9),
+    "H100 NVL": (835e12, 94e9),
+    "H100": (989e12, 80e9),
+    "A100": (312e12, 80e9),
+    "L40S": (362e12, 48e9),
+    "L4": (121e12, 24e9),
 }
-"""Dense bf16 FLOP/s of a card by a part of its name, from NVIDIA's data sheets; the first that fits counts."""
-
-CARD_BYTES = {
-    "B200": 180e9,
-    "H200": 141e9,
-    "H100 PCIe": 80e9,
-    "H100 NVL": 94e9,
-    "H100": 80e9,
-    "A100": 80e9,
-    "L40S": 48e9,
-    "L4": 24e9,
-}
-"""Memory of the same cards, from the same data sheets."""
+"""(dense bf16 FLOP/s, bytes of memory) of a card by a part of its name, from NVIDIA's data sheets; the first that fits
+counts."""
+PEAK_FLOPS = {card: flops for card, (flops, _) in CARDS.items()}
+CARD_BYTES = {card: size for card, (_, size) in CARDS.items()}
 
 
 def find_card(name: str) -> str:

@@ -84,42 +84,34 @@ class Place:
 
 @dataclass(frozen=True)
 class StepType:
-    """The code behind a config: `run` does the work; `check` rejects bad input before anything is written; `places`
-    gives what it reads from outside the workflow; `fits` rejects a config that does not go with its inputs, as far as
-    they are there or known beforehand; `describe` says in one line what the step would do and cost; `outdated` what has
-    changed outside since the step finished.
-    """
+    """The code behind a config. All but `config` and `run` is optional; `context` is a StepContext."""
 
     config: type[StepConfig]
     run: Callable[[Any, Any], dict[str, Any]]
+    """(config, context) -> the result, JSON-able: does the work."""
     check: Callable[[Any], None] | None = None
+    """(config): rejects bad input before anything is written."""
     describe: Callable[[Any, Any], str] | None = None
+    """(config, context) -> one line: what the step would do and cost."""
     outdated: Callable[[Any, Any], str] | None = None
+    """(config, context) -> what has changed outside since the step finished; "" for nothing."""
     places: Callable[[Any, Any], Iterable[Place]] | None = None
+    """(config, context) -> what it reads from outside the workflow, besides fields that hold a reference or a path."""
     fits: Callable[[Any, Any], None] | None = None
+    """(config, context): rejects a config that does not go with its inputs, as far as they are there or known."""
 
 
 STEP_TYPES: dict[str, StepType] = {}
 
 
-def step_type(
-    config: type[StepConfig],
-    *,
-    check: Callable[[Any], None] | None = None,
-    describe: Callable[[Any, Any], str] | None = None,
-    outdated: Callable[[Any, Any], str] | None = None,
-    places: Callable[[Any, Any], Iterable[Place]] | None = None,
-    fits: Callable[[Any, Any], None] | None = None,
-):
-    """Register the decorated `run(config, context) -> result` (JSON-able) as the code of steps with this config.
+def step_type(config: type[StepConfig], **hooks: Callable[..., Any]):
+    """Register the decorated `run(config, context) -> result` as the code of steps with this config.
 
-    `context` is a StepContext; `check(config)`, `describe(config, context)`, `outdated(config, context)`, which returns
-    "" for no change, `places(config, context)` and `fits(config, context)` are optional. Fields that hold a reference
-    or a path need no places.
+    hooks: the optional fields of StepType, by name.
     """
 
     def register(run: Callable[[Any, Any], dict[str, Any]]):
-        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe, outdated, places, fits)
+        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, **hooks)
         return run
 
     return register

@@ -43,8 +43,17 @@ def test_an_exit_gate_at_another_threshold(tmp_path):
     place, greedy = save(tmp_path, net), ("--device", "cpu", "--temperature", "0")
     result = invoke(place, *greedy, "--exit-threshold", "0.3")
     assert result.stdout == "a b" + tokenizer.decode(tokens) + "\n" != invoke(place, *greedy).stdout
-    both = invoke(place, "--exit-threshold", "0.3", "--loops", "2")
-    assert str(both.exception) == "give --loops (no early exit) or --exit-threshold, not both"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--exit-threshold", "0.3", "--loops", "2"], "give --loops (no early exit) or --exit-threshold, not both"),
+        (["--template", "alpaca"], "--template alpaca: choose one of chatml, llama3, plain"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_the_model_is_loaded(tmp_path, options, message):
+    assert str(invoke(str(tmp_path / "no-model"), *options).exception) == message
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda"])

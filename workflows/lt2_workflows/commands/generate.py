@@ -61,13 +61,14 @@ def generate(
     where = chosen_device(device)
     if system and not (chat or template):
         raise ConfigError("--system needs --chat or --template NAME")
+    if loops is not None and exit_threshold is not None:
+        raise ConfigError("give --loops (no early exit) or --exit-threshold, not both")
+    check_template(template)
     model, _, info = load_model(find_checkpoint(Storage(storage), checkpoint))
     template = chat_template(checkpoint, info.get("chat_templates", []), chat=chat, named=template)
     if where == "cuda":
         model = model.to("cuda", torch.bfloat16)
         merge_projections(model)
-    if loops is not None and exit_threshold is not None:
-        raise ConfigError("give --loops (no early exit) or --exit-threshold, not both")
     if exit_threshold is not None:
         model = model.at_depth(model.config.n_loops, exit_threshold=exit_threshold)
     if loops is not None:
@@ -137,8 +138,6 @@ def chat_template(checkpoint: str, known: list[str], *, chat: bool, named: str |
     from lt2.config import ConfigError
     from lt2_platform.data.sources.configs import Template
 
-    choices = get_args(Template)
-    check_template(named)
     if named is not None:
         if named not in known:
             trained = f"on {', '.join(known)}" if known else "on no conversations, according to its checkpoint"
@@ -151,7 +150,7 @@ def chat_template(checkpoint: str, known: list[str], *, chat: bool, named: str |
     if not known:
         raise ConfigError(
             f"--chat: according to its checkpoint {checkpoint} was not trained on conversations; "
-            f"--template {'|'.join(choices)} uses a template anyway"
+            f"--template {'|'.join(get_args(Template))} uses a template anyway"
         )
     if len(known) > 1:
         raise ConfigError(f"--chat: {checkpoint} was trained on several templates; choose --template {'|'.join(known)}")
