@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import uvicorn
-from botocore.exceptions import BotoCoreError
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
@@ -36,6 +35,7 @@ from lt2_dashboards.runs_table import runs_page
 from lt2_dashboards.significance import significance
 from lt2_dashboards.silent import moment
 from lt2_dashboards.steps import read_log, read_step
+from lt2_platform.storage_errors import STORAGE_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def create_app(root: str | None, access: Access) -> FastAPI:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return JSONResponse({"error": f"{source.storage.root} cannot be read at the moment ({reason})"}, 503)
 
-    for kind in (OSError, BotoCoreError):
+    for kind in STORAGE_ERRORS:
         app.add_exception_handler(kind, away)
     _add_api(app, source)
     _add_figures(app, source)

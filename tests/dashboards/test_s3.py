@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from botocore.exceptions import ClientError
 from fastapi.testclient import TestClient
 
 from lt2_dashboards import queries
@@ -70,12 +71,15 @@ def test_a_run_grows_and_is_compacted_while_it_is_looked_at(client, s3_root):
 def test_a_storage_that_is_away_is_an_error_that_says_so(client, monkeypatch):
     assert client.get("/api/runs").status_code == 200
 
-    def refuse(*_: object) -> None:
-        raise ConnectionError("connection refused by s3.example")
+    said = "refused by s3.example"
+    for error in (ConnectionError(said), ClientError({"Error": {"Message": said}}, "ListObjectsV2")):
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Storage, "list", refuse)
-        answer = client.get("/api/runs")
-        assert answer.status_code == 503
-        assert "cannot be read at the moment (connection refused by s3.example)" in answer.json()["error"]
+        def refuse(*_: object, error: Exception = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Storage, "list", refuse)
+            answer = client.get("/api/runs")
+            assert answer.status_code == 503
+            assert f"cannot be read at the moment ({error})" in answer.json()["error"]
     assert client.get("/api/runs").status_code == 200

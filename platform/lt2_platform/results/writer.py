@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from botocore.exceptions import BotoCoreError
-
 from lt2_platform.background import Background
 from lt2_platform.json_values import redacted
 from lt2_platform.results.curves import encode, rows_table
@@ -18,6 +16,7 @@ from lt2_platform.results.index import compact_when_long, write_journal
 from lt2_platform.results.parts import part_name, write_curves
 from lt2_platform.results.tables import RunInfo
 from lt2_platform.storage import Storage
+from lt2_platform.storage_errors import STORAGE_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class RunWriter:
     def _try_flush(self) -> None:
         try:
             self.flush()
-        except (OSError, BotoCoreError) as error:
+        except STORAGE_ERRORS as error:
             log.warning("%s: metrics not written, kept for the next try (%s)", self.run.run_id, error)
 
     def close(self, summary: Mapping[str, Any] | None = None, *, state: str = "finished") -> None:
@@ -98,7 +97,7 @@ class RunWriter:
         if kind is not None:
             try:
                 self.close(state=getattr(kind, "run_state", "failed"))
-            except (OSError, BotoCoreError) as error:  # what ended the block is what whoever started it must hear of
+            except STORAGE_ERRORS as error:  # what ended the block is what whoever started it must hear of
                 log.error("%s: its last metrics are not written (%s)", self.run.run_id, error)
         elif self.run.state == "running":
             self.close()

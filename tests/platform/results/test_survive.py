@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from botocore.exceptions import ClientError
 
 from lt2.train.loop import PreemptedError
 from lt2_platform.fence import OvertakenError
@@ -14,6 +15,9 @@ from lt2_platform.results.store import RunWriter
 from lt2_platform.results.tables import empty_tables
 from lt2_platform.storage import Storage
 from tests.platform.conftest import Clock, log_and_wait, parts, values
+
+# What storage raises, as an OSError and as botocore says it.
+AWAY = [OSError("no route to host"), ClientError({"Error": {"Message": "no route to host"}}, "PutObject")]
 
 
 def test_resumed_run_keeps_the_last_written_value(local):
@@ -142,19 +146,20 @@ def test_compacting_leaves_damaged_evaluations_where_they_are(local):
     assert [row["value"] for _, _, row in local.index().evals] == [1.0, 2.0]
 
 
-def test_storage_failure_while_training_is_survived_and_written_later(local, monkeypatch, caplog):
+@pytest.mark.parametrize("error", AWAY)
+def test_storage_failure_while_training_is_survived_and_written_later(local, monkeypatch, caplog, error):
     clock = Clock()
     writer = local.create_run("r", {}, clock=clock)
     with monkeypatch.context() as broken:
 
         def fail(*_):
-            raise OSError("no route to host")
+            raise error
 
         broken.setattr(Storage, "write_bytes", fail)
         clock.now += 100
         log_and_wait(writer, 0, {"loss": 1.0})
         assert "no route to host" in caplog.text
-        with pytest.raises(OSError, match="no route"):
+        with pytest.raises(type(error), match="no route"):
             writer.close()
     writer.log(1, {"loss": 2.0})
     writer.close()
@@ -238,9 +243,10 @@ def test_a_clock_that_is_set_back_silences_nobody(local):
     assert values(local, "r", "loss") == {0: 1.0}
 
 
-def test_storage_that_is_away_hides_no_error_of_the_block(local, monkeypatch, caplog):
+@pytest.mark.parametrize("error", AWAY)
+def test_storage_that_is_away_hides_no_error_of_the_block(local, monkeypatch, caplog, error):
     def fail(*_):
-        raise OSError("no route to host")
+        raise error
 
     writer = local.create_run("r", {})
     monkeypatch.setattr(Storage, "write_bytes", fail)
@@ -252,7 +258,7 @@ def test_storage_that_is_away_hides_no_error_of_the_block(local, monkeypatch, ca
 
     with pytest.raises(RuntimeError, match="out of memory"):
         work()
-    assert "r: its last metrics are not written (no route to host)" in caplog.text
+    assert f"r: its last metrics are not written ({error})" in caplog.text
 
 
 def test_exception_in_the_block_marks_the_run_failed(local):
