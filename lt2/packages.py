@@ -4,7 +4,7 @@ from importlib import metadata
 
 
 def version_of(package: str) -> str | None:
-    """None for what is not installed."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

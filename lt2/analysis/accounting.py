@@ -63,7 +63,7 @@ def mixer_flops(config: ModelConfig, seq_len: int) -> list[list[float]]:
 
 
 def _blocks(config: ModelConfig) -> list[Block]:
-    """By layer, without storage: layers that hold the same weights share one."""
+    """One block per layer, built without storage; layers that hold the same weights share one object."""
     held = weights_per_layer(config)
     with torch.device("meta"):
         made = {repr(specs): Block(config, specs) for specs in {repr(specs): specs for specs in held}.values()}

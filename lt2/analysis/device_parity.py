@@ -61,7 +61,7 @@ def outputs(model: LoopedLM, ids: Tensor, weight: Tensor, doc_ids: Tensor | None
 def drawn(
     oracle: LoopedLM, weight: Tensor, cases: dict[str, Tensor | None]
 ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
-    """Of DRAWS batches the one with the smallest gradient in fp64, and the oracle's outputs of it in every case.
+    """The batch, of DRAWS random ones, with the smallest gradient in fp64, and the oracle's outputs for it by case.
 
     A document's first token has the output (q·k) v, and RetNet, GLA and DeltaNet normalise it: where q·k is nearly 0,
     its sign, and with it the output's, is a matter of rounding in whatever arithmetic, and the gradient is huge.

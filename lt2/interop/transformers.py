@@ -142,7 +142,7 @@ class LT2ForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.head = cast(nn.Linear, new_embeddings)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As of any transformers model; the LoopedLM's own config follows."""
+        """Resizes the embeddings as transformers does, and updates the LoopedLM's own config."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.model.config = self.model.config.model_copy(update={"vocab_size": embeddings.num_embeddings})
         self.config.lt2 = self.model.config.model_dump(mode="json")

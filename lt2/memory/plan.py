@@ -65,7 +65,7 @@ class MicroStep:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights: under the bf16 policy FSDP hands out such that are bf16 already."""
+        """The weights' dtype: under the bf16 policy FSDP hands them out in bf16 already."""
         return torch.bfloat16 if self.bf16 and self.sharded else torch.float32
 
 

@@ -84,7 +84,7 @@ class Tracer:
         return [t for t in (self.depth.keep(h, out), aux) if t is not None and t.requires_grad]
 
     def end(self) -> Unit:
-        """Of what follows a loop's last block, whose output goes unless its backward needs it."""
+        """The cost of what follows a loop's last block; that block's output is freed unless a backward needs it."""
         with self.autocast():
             self.depth.after_loop(self.h, last=False)  # the first loop's is unlike all others
         with self.live.over() as found, self.autocast():
@@ -116,7 +116,7 @@ class Tracer:
             yield from zip(self.model.blocks, row)
 
     def next_token(self, device_type: str) -> Loss:
-        """Of the final norm and the chunked cross entropy."""
+        """The cost of the final norm and the chunked cross entropy."""
         rows, few, rest = self._chunks(device_type, self.h.shape[0] * self.h.shape[1])
         hidden = torch.zeros(few, self.h.shape[2], dtype=self.h.dtype, requires_grad=True)
         targets = torch.zeros(few, dtype=torch.int64)
@@ -128,7 +128,7 @@ class Tracer:
         return Loss(found[1] + 2 * rest * self.h.dtype.itemsize, self.gradient)  # the normed state and its gradient
 
     def exit_gate(self, device_type: str) -> Loss:
-        """Of the final norm after every loop, and of the chunked cross entropy of all loops' states in one tensor."""
+        """The cost of a final norm after every loop and one chunked cross entropy over all loops' states together."""
         T = self.model.config.n_loops
         state, normed = self._normed()
         rows, few, rest = self._chunks(device_type, T * self.h.shape[0] * self.h.shape[1])
@@ -145,7 +145,7 @@ class Tracer:
         return Loss(peak, self.gradient, states=normed, together=states)
 
     def per_loop_kl(self, config: DistillConfig, device_type: str, teacher: ModelConfig | None) -> Loss:
-        """Of a final norm after every loop and the chunked KL over as many loops as ever count at once.
+        """The cost of a final norm after every loop and the chunked KL over as many loops as ever count at once.
 
         teacher: who is asked; None: its top-k came with the batch.
         """

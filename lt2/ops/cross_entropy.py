@@ -18,7 +18,7 @@ from lt2.ops.kernels import fla as fla_kernels
 def cross_entropy_(
     logits: Tensor, targets: Tensor, *, ignore_index: int, z_loss: float, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of logits (N, V), which are overwritten, and targets (N,) int64; rows whose target is `ignore_index` are zero.
+    """Loss and gradient from logits (N, V), which are overwritten, and targets (N,) int64; `ignore_index` gives zeros.
 
     Returns the loss (N,) including z_loss·logsumexp² (PaLM §5), the plain cross entropy (N,), both fp32 (fp64 for
     fp64), and the gradient (N, V) of the loss's sum in the logits' dtype, None unless asked for.

@@ -63,7 +63,7 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, doc_ids: Tensor | None
 
 
 class _Overlapping(torch.autograd.Function):
-    """Of (B, (count + before)·block, …), the spans that blocks of queries see: (B, count, (before + 1)·block, …).
+    """The spans that blocks of queries see: (B, (count + before)·block, …) -> (B, count, (before + 1)·block, …).
 
     A view, where shifted copies would hold every token before + 1 times. `unfold` is the same view, but its backward
     is a slow scatter.

@@ -66,7 +66,7 @@ def exit_gate_objective(
 
 
 def entropy(p: Tensor) -> Tensor:
-    """In nats over the last dimension; a zero probability adds nothing, and has a zero gradient."""
+    """Entropy in nats over the last dimension; a zero probability adds nothing, and has a zero gradient."""
     return torch.special.entr(p.clamp(min=torch.finfo(p.dtype).tiny)).sum(-1)
 
 

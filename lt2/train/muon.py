@@ -101,7 +101,7 @@ def orthogonalised(x: Tensor, steps: int) -> Tensor:
 
 
 def _at_a_time(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Those with gradients by shape, as many at a time as there are workers to share them."""
+    """The parameters that have gradients, grouped by shape: as many at a time as there are workers to share them."""
     by_shape: dict[torch.Size, list[nn.Parameter]] = {}
     for p in parameters:
         if p.grad is not None:

@@ -44,7 +44,7 @@ class Console:
             print(line, file=self.stream, flush=True)
 
     def _due(self, step: str) -> bool:
-        """Of each step by itself: beside one that says much, another would never be heard of."""
+        """Whether a line is due, for each step by itself: one that says much must not silence the others."""
         return time.monotonic() - self._last_progress.get(step, -LOG_EVERY_S) >= LOG_EVERY_S
 
     def clear(self) -> None:
@@ -125,7 +125,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """In a table: five digits, from a thousand on with separators and at most two decimals."""
+    """A number in a table: five digits; from a thousand on with separators and at most two decimals."""
     return f"{value:,.{0 if value.is_integer() else 2}f}" if abs(value) >= 1000 else f"{value:.5g}"
 
 

@@ -167,7 +167,7 @@ def _dataset_version(uri: str) -> dict[str, str]:
 
 
 def _checkpoint_version(uri: str) -> dict[str, str]:
-    """Of the one that is meant, which is another once its run has trained on."""
+    """The version of the checkpoint that `uri` means now; once its run has trained on, it means another."""
     return {"the checkpoint": _last_written(_checkpoint(uri), "checkpoint")}
 
 

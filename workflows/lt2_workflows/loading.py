@@ -101,9 +101,10 @@ def workflow_from_record(
 
 
 def without_source(config: StepConfig) -> Iterator[tuple[tuple[str, ...], Extension]]:
-    """What only a process that has imported a user's file can read: workers and readers of checkpoints have not.
+    """The parts of a config, and their keys, whose class is in a user's file that they do not name as `source`: other
+    processes (workers, readers of checkpoints) could not load them.
 
-    Tasks are left out: the step's own process, which has read the recipe's file, runs them.
+    Tasks are left out: the step's own process runs them, and it has read the recipe's file.
     """
     from lt2_platform.evaluate.config import TaskConfig
 

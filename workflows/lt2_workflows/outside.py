@@ -20,9 +20,9 @@ USED_AS_IT_IS = "are used as they are; to start afresh, rename what has changed 
 
 
 def note(context: StepContext) -> dict[str, dict[str, str]]:
-    """By each place as the config names it, digests of what of it is read: {"packs/a": {"arc_easy": "3f…"}}.
+    """Digests of what the step reads, by the place as the config names it: {"packs/a": {"arc_easy": "3f…"}}.
 
-    Left out is what is out of reach: a step that needs it says so, and a finished one does not need it.
+    What is out of reach is left out: a step that needs it says so, and a finished one does not need it.
     """
     found: dict[str, dict[str, str]] = {}
     for source in python_sources(context.step.config.model_dump(mode="json", exclude={"resources"})):

@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 60.0
 
 
 def nodes(storage: Storage) -> Iterator[Finding]:
-    """Of the cluster that this process is connected to, each living node asked at the same time."""
+    """A finding for each living node of the cluster that this process is connected to; all are asked at once."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -35,7 +35,7 @@ def store(storage: Storage) -> Iterator[Finding]:
 
 
 def sees_writes(storage: Storage, folder: str) -> Finding:
-    """That what was written, replaced and deleted is so for whoever looks next."""
+    """Checks that whoever looks next sees what was written, replaced and deleted."""
     path, wrong = f"{folder}/seen", []
     storage.write_bytes(path, b"old")
     storage.write_bytes(path, b"new")

@@ -161,7 +161,7 @@ def p_text(p_value: float | None) -> str:
 
 
 def counts(rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Of the `metrics` of rows those that count something (stages passed, steps): whole in all of them."""
+    """The names of `metrics` that count something (stages passed, steps): those that are whole numbers in every row."""
     pairs = [item for row in rows for item in row["metrics"].items()]
     broken = {name for name, pair in pairs if not all(float(value or 0).is_integer() for value in pair)}
     return {name for name, _ in pairs} - broken

@@ -129,7 +129,7 @@ class NoItemsError(ConfigError):
 
 
 def own_depth(config: Mapping[str, Any]) -> str | None:
-    """Of a run's settings the folder of evaluations at the depth that it was trained at, such as "loops-4"."""
+    """The folder of a run's evaluations at the depth that it was trained at, such as "loops-4", from its settings."""
     settings = flatten(config)
     loops = settings.get("model.n_loops", settings.get("n_loops"))
     halts = any(
@@ -164,7 +164,7 @@ def scores(folder: str, depth: str | None = None) -> dict[Key, Answers]:
 
 
 def standing_files(storage: Storage, paths: Sequence[str]) -> list[str]:
-    """Of each task's files the one that counts, as tables and figures choose: of equals, the one written last."""
+    """One file per task, the one that tables and figures choose too; between equals, the one written last."""
     records: dict[str, dict[str, Any]] = {}
 
     def place(path: str) -> tuple[Any, ...]:

@@ -115,7 +115,7 @@ def too_short(dataset: PackedDataset, config: PositionsConfig, length: int) -> s
 
 
 def _predicted(dataset: PackedDataset, rows: range) -> np.ndarray:
-    """Of every document in these rows how many tokens have one before them."""
+    """For every document in these rows, how many of its tokens have another before them."""
     ids = (doc_ids for numbers in chunks(rows, READ) for doc_ids in dataset.batch(numbers)["doc_ids"])
     return np.array([end - begin - 1 for row in ids for begin, end in _documents(row)], dtype=np.int64)
 

@@ -19,15 +19,15 @@ def is_reading(row: Mapping[str, Any]) -> bool:
 
 
 def at_own_depth(rows: Sequence[Row], n_loops: int) -> list[Row]:
-    """Of one evaluation's rows at any depths those of the model as it was trained: at `n_loops`, with its own halting
-    if it halts, by its own threshold."""
+    """The rows of one evaluation that are of the model as it was trained: at `n_loops` and, if it halts, with its own
+    halting and threshold."""
     halts = any(row.get("early_exit") for row in rows)
     own = n_loops, halts, None
     return [row for row in rows if (row["n_loops"], bool(row.get("early_exit")), row.get("exit_threshold")) == own]
 
 
 def standing(row: Mapping[str, Any]) -> tuple[int, bool, int]:
-    """Of one run's rows on one task and metric the one that stands highest counts, of equals the later.
+    """A rank: if a run has several rows on one task and metric, the highest counts, and among equals the latest.
 
     A later checkpoint's `step` stands higher. At one step, rows that say they had no `limit` stand above quick looks;
     those that say nothing (of tasks without limits, or stored before rows said so) compare with quick looks by `n`.
@@ -36,7 +36,7 @@ def standing(row: Mapping[str, Any]) -> tuple[int, bool, int]:
 
 
 def counting(rows: Iterable[tuple[Key, Row]]) -> dict[Key, Row]:
-    """Of all rows of a key, in the order of writing, the one that counts; keys as they first appear."""
+    """For each key the row that counts (see `standing`). Rows are in the order of writing, keys as they first come."""
     found: dict[Key, Row] = {}
     for key, row in rows:
         if key not in found or standing(row) >= standing(found[key]):
@@ -54,7 +54,7 @@ def texts(rows: Iterable[Mapping[str, Any]]) -> int:
 
 
 def few_of(limits: Iterable[int]) -> str:
-    """Of the limits under which tasks were asked: "60", "60 to 100", or "" for none."""
+    """The range of the limits under which tasks were asked: "60", "60 to 100", or "" if there were none."""
     known = sorted(limits)
     return " to ".join(str(limit) for limit in dict.fromkeys((*known[:1], *known[-1:])))
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 
 def folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """Those of the groups that `controller` ("cpu", "memory") may limit this process by, its own group's first.
+    """The folders of the groups by which `controller` ("cpu", "memory") may limit this process, its own first.
 
     root: where /proc and /sys are.
     """

@@ -49,7 +49,7 @@ def spent(runs: Iterable[RunInfo]) -> float | None:
 
 
 def spending_of(config: Mapping[str, Any], step: int, tokens: float) -> Spending | str:
-    """Of a run by its settings, with the rows of which it had read so many tokens at a step; or why they are unknown.
+    """What a run with these settings spends, or why that is unknown. It had read so many tokens at `step`.
 
     The first call takes some seconds: it loads torch.
     """

@@ -189,7 +189,7 @@ class ResultsStore:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """As text where tasks mean different kinds of value by one name, or a number is larger than a column holds."""
+    """An array of the values; as text where they are of different kinds, or a number does not fit a column."""
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):

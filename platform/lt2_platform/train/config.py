@@ -58,13 +58,15 @@ WandbMode = Literal["auto", "online", "offline", "off"]
 
 
 class Workers(Config):
-    """Where training runs. None lets Ray's cluster decide: a GPU per worker if it has as many.
+    """On how many workers training runs, with what.
 
-    data_reader: packed shards are read ahead by Ray Data's tasks, or by each worker itself; the batches are the same.
-    wandb "auto": what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run's folder.
-    min_workers: with fewer than num_workers free, down to these, it trains all the same. evaluation: of checkpoints
-    while it trains, on what it leaves free. profile_steps: first and last step of a profiler trace.
+    use_gpu: None means a GPU per worker if the cluster has as many.
     cpus_per_worker: reserved with Ray, and as many PyTorch threads; else each worker gets its part of this machine's.
+    min_workers: with fewer than num_workers free, down to these, it trains all the same.
+    evaluation: of checkpoints while it trains, on what it leaves free.
+    profile_steps: first and last step of a profiler trace.
+    data_reader: packed shards are read ahead by Ray Data's tasks, or by each worker itself; the batches are the same.
+    wandb: "auto" is what WANDB_MODE says, else online with WANDB_API_KEY, else offline files in the run's folder.
     """
 
     num_workers: int = Field(default=1, ge=1)

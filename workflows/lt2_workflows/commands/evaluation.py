@@ -229,7 +229,7 @@ def located(root: Storage, name: str) -> tuple[str, str]:
 
 
 def outside(path: str) -> tuple[str, str]:
-    """As `located`, of a model that is not a run of the store but a path or URI."""
+    """As `located`, for a model that is a path or URI and no run of the store."""
     place = path if "://" in path else str(Path(path).expanduser().resolve())
     return place, f"eval-{Path(place).stem}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
@@ -247,7 +247,7 @@ def evaluation_folder(root: Storage, name: str) -> str:
 
 
 def trained_depth(root: Storage, folder: str) -> str | None:
-    """Of a run's evaluations those at its own depth; None for other folders, and where there are none at it."""
+    """The folder name of a run's evaluations at its own depth; None if there are none, and for other folders."""
     from lt2_platform.evaluate.compare import own_depth
     from lt2_platform.results.store import ResultsStore
 

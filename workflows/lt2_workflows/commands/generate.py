@@ -131,9 +131,9 @@ def memory_bytes(device: str) -> int:
 
 
 def chat_template(checkpoint: str, known: list[str], *, chat: bool, named: str | None) -> str | None:
-    """By which template to ask; None: as text that goes on. known: those the model was trained on.
+    """The template to ask by, or None to continue the text as it is. known: those the model was trained on.
 
-    Says on stderr where that is not how it was trained. Raises ConfigError where it cannot be told.
+    Says so on stderr if the model was trained otherwise. Raises ConfigError if the template cannot be told.
     """
     from lt2.config import ConfigError
     from lt2_platform.data.sources.configs import Template

@@ -12,8 +12,8 @@ class Needing(Protocol):
 
 
 def side_by_side(steps: Mapping[str, Needing]) -> dict[str, int]:
-    """Of each step, how many may run at the same time, itself included: a property of the graph, so that a step has the
-    same threads, and with them the same sums, however it is run. `steps` are in an order in which they can run."""
+    """For each step, how many may run at the same time, itself included. It depends on the graph alone, so that a step
+    has the same threads, and thus the same sums, however it is run. `steps` are in an order in which they can run."""
     before: dict[str, set[str]] = {}
     for name, step in steps.items():
         known = [need for need in step.needs if need in steps]

@@ -163,7 +163,7 @@ def happened(store: ResultsStore, run: str) -> Iterator[Table]:
 def _evaluations(
     store: ResultsStore, storage: Storage, steps: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """By run of these steps the evaluation rows of the results store that no step here returned: `lt2 eval`'s."""
+    """Evaluation rows of these steps' runs, by run, that no step here returned: those of `lt2 eval`."""
     ids = {step["id"] for step in steps}
     returned: set[tuple[Any, ...]] = set()
     for step in steps:

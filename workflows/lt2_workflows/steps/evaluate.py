@@ -71,9 +71,8 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
 
 
 def check_fit(config: EvaluateStep, context: StepContext) -> None:
-    """Raise ConfigError where a task asks by the template of a training that had none, or several, where one
-    perplexity of a run would hide another, for exit thresholds of a model without an exit gate, and for spans that no
-    row can hold."""
+    """Raise ConfigError for what would fail, or mislead, only after hours: names that clash, exit thresholds of a model
+    without an exit gate, spans that no row can hold, a chat template that the training does not tell."""
     check_names(config, context)
     check_gate(config, context)
     check_lengths("tasks", config.tasks, partial(row_length, config.data, context))
@@ -89,7 +88,7 @@ def check_fit(config: EvaluateStep, context: StepContext) -> None:
 
 
 def check_names(config: EvaluateStep, context: StepContext) -> None:
-    """Of a run's results of one name one counts: two losses on different text must not share it."""
+    """Raise ConfigError where two steps would store losses on different text under one name: only one would count."""
     if isinstance(config.checkpoint, str):  # its results are the step's own
         return
     own = _perplexities(config)
@@ -106,7 +105,8 @@ def check_names(config: EvaluateStep, context: StepContext) -> None:
 
 
 def check_gate(config: EvaluateStep, context: StepContext) -> None:
-    """Of a model whose settings are known already; of others the evaluation itself says so before its first task."""
+    """Raise ConfigError for thresholds of a model that is known to have no exit gate; of one that is not known yet, the
+    evaluation says so before its first task."""
     from lt2_workflows.steps.pretrain import PretrainStep, info_if_there
 
     if isinstance(config.checkpoint, Ref):
@@ -129,7 +129,7 @@ def _perplexities(config: EvaluateStep) -> dict[str, Any]:
 
 
 def _trained_templates(checkpoint: CheckpointRef | str, context: StepContext) -> list[str] | None:
-    """Those of the conversations that a checkpoint's data has, or will have; None where nothing tells yet."""
+    """The chat templates of the data that a checkpoint was, or will be, trained on; None if nothing tells yet."""
     from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
     from lt2_workflows.steps.distill import DistillStep
     from lt2_workflows.steps.prepare import data_templates

@@ -36,7 +36,7 @@ def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
 
 
 def _tasks_version(pack: str, names: Sequence[str]) -> dict[str, str]:
-    """Of the items that are asked; others may be added to a pack."""
+    """Digests of the tasks that are asked; others may be added to a pack meanwhile."""
     from lt2_platform.evaluate.harness.tasks.packs import read_manifest
 
     tasks = read_manifest(pack)["tasks"]

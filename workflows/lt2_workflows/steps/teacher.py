@@ -49,7 +49,7 @@ def _look_for_ouro(folder: str) -> None:
 
 
 def _ouro_version(folder: str) -> dict[str, str]:
-    """Of its files' sizes and some blocks of each: weights are too large to be read at every run."""
+    """Digests of the files' sizes and some blocks of each: weights are too large to be read at every run."""
     files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".json", ".safetensors"))
     return {path.name: digest(version_of(str(path), sampled=True)) for path in files}
 

@@ -49,7 +49,7 @@ def check_sweep(config: SweepStep) -> None:
 
 
 def sweep_places(config: SweepStep, context: StepContext) -> Iterator[Place]:
-    """Those of the trials' steps that are not finished; steps that trials share come once."""
+    """The places of all unfinished steps of the trials; a step that trials share comes once."""
     seen: set[str] = set()
     for trial in config.expanded:
         for name, step in trial.workflow.steps.items():

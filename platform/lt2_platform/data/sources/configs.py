@@ -63,7 +63,7 @@ class FileSource(SourceConfig):
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """Those of the columns whose type in parquet must be text."""
+        """The columns that must be text in parquet."""
         return ()
 
     @property

@@ -145,7 +145,7 @@ def _lengths(table: pa.Table) -> Iterator[tuple[int, str]]:
 
 
 def _items(read: Callable[[Row], Item], table: pa.Table) -> Iterator[Item | None]:
-    """None for a row that is not of the task's form."""
+    """Each row as an Item; None for a row that does not have the task's form."""
     for batch in table.to_batches():
         for row in batch.to_pylist():
             try:

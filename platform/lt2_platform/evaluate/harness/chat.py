@@ -67,7 +67,7 @@ class Chat(Protocol):
 
 @dataclass(frozen=True)
 class TrainedChat:
-    """By a template of ours, encoded as training does: markers as single tokens if the tokenizer has them."""
+    """Asks by a template of ours, encoded as in training: markers are single tokens if the tokenizer has them."""
 
     name: str
     mark: str
@@ -100,7 +100,7 @@ class TrainedChat:
 
 @dataclass(frozen=True)
 class FolderChat:
-    """By the template of a Hugging Face folder's tokenizer, encoded as transformers and lm-eval's own class do."""
+    """Asks by the template of a Hugging Face folder's tokenizer, encoded as transformers and lm-eval do."""
 
     tokenizer: FolderTokenizer
     stop_ids: tuple[int, ...]

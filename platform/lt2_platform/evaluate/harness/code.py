@@ -27,7 +27,7 @@ PACKAGES = ("torch", "triton", "flash-linear-attention", "flash-attn", "transfor
 
 
 def code_sha256(model: ModelConfig | None = None) -> str:
-    """Of our code, of the versions of the packages that compute, and of the user's own files that `model` names."""
+    """A hash of our code, the versions of the packages that compute, and the user's own files that `model` names."""
     own = [] if model is None else sorted({*python_sources(model.model_dump(mode="json"))})
     files = [hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest() for path in own]
     return sha256_of([_ours(), files])

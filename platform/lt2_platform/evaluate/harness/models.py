@@ -97,7 +97,7 @@ class ModelSource:
         return load_recorded(read_info(uri).tokenizer, Storage(uri))
 
     def chat_templates(self) -> list[str]:
-        """Those of ours that the model was trained on, as far as its checkpoint says; of a folder none are known."""
+        """The templates of ours that the checkpoint says it was trained on; a Hugging Face folder does not say."""
         return [] if self.is_transformers else read_info(resolve(self.place)).tokenizer.get("chat_templates", [])
 
     def end_ids(self) -> tuple[int, ...]:

@@ -141,9 +141,9 @@ def load_shards(tensors: dict[str, Any], storage: Storage, *, alone: bool = Fals
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """One rank's error, of storage only if all are: `error` is no Exception, so whoever answers for errors misses it.
+    """One rank's error, to raise in place of `error`, which is no Exception; of storage only if all ranks' are.
 
-    Its own `__cause__`, which `from` would replace, is what a server of S3 said.
+    Raise it without `from`: its own `__cause__` is what the S3 server said.
     """
     causes = [cause for cause, _ in error.failures.values()]
     return next((cause for cause in causes if not isinstance(cause, STORAGE_ERRORS)), causes[0])

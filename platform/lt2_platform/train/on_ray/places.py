@@ -27,7 +27,7 @@ def worker_request(num_workers: int, cpus_per_worker: float | None, use_gpu: boo
 
 
 def places(request: Request) -> int:
-    """How many workers that each ask for `request` the cluster's nodes hold when nothing else runs."""
+    """How many workers fit on the cluster's nodes when nothing else runs, if each asks for `request`."""
     return _room([node["Resources"] for node in _nodes()], request)
 
 

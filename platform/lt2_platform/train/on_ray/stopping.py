@@ -61,7 +61,7 @@ def conveyed(request: StopRequest, out: Storage) -> Iterator[None]:
 
 @contextmanager
 def requested(out: str) -> Iterator[threading.Event]:
-    """For a worker: set once the file is there. A thread looks, so that the training loop never waits for storage."""
+    """For a worker: an event that is set once the file is there. A thread looks, so the loop waits for no storage."""
     storage, came, over = Storage(out), threading.Event(), threading.Event()
 
     def look() -> None:

@@ -213,7 +213,7 @@ def _fit(
 
 @portably  # Ray's controller takes a worker whose error it cannot make again for dead
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
-    """On each worker. Ends that all workers come to are returned: Ray would spend its retries on raised ones."""
+    """Runs on each worker. How a run ends on all of them is returned: if it were raised, Ray would retry."""
     if os.path.isdir(settings["folder"]):  # Ray starts workers in one of its own; a relative `source` means the user's
         os.chdir(settings["folder"])
     spec, reader = settings["spec"], ray_batches if settings["data_reader"] == "ray" else None
