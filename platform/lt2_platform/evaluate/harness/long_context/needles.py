@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
-from lt2_platform.evaluate.harness.long_context.fit import filled, rng_of, row
+from lt2_platform.evaluate.harness.long_context.fit import Drawing, filled, row
 from lt2_platform.evaluate.harness.long_context.needle_words import ADJECTIVES, NOUNS
 
 TOKENS_TO_GENERATE = 128
@@ -71,19 +71,9 @@ def make(
         raise ConfigError(f"unknown needle task {name!r} (known: {', '.join(TASKS)})")
     task = TASKS[name]
     words = read_essays(essays, name) if task.haystack == "essays" else []
-    draw = lambda units, index: sample(task, words, units, rng_of(seed, name, index))  # noqa: E731
     too_few = f"the essays have only {len(words):,} words" if words else None
-    found = filled(
-        name,
-        draw,
-        tokenizer,
-        length,
-        TOKENS_TO_GENERATE,
-        samples=samples,
-        least=1,
-        most=len(words) or length,
-        too_few=too_few,
-    )
+    drawing = Drawing(lambda units, _, rng: sample(task, words, units, rng), 1, len(words) or length, too_few)
+    found = filled(name, drawing, tokenizer, length, TOKENS_TO_GENERATE, samples=samples, seed=seed)
     return [row(*sample, length) for sample in found]
 
 

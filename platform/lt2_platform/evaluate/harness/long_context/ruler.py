@@ -13,12 +13,13 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenizers.tokenize import Tokenizer
 from lt2_platform.evaluate.harness.long_context import needles, ruler_qa
-from lt2_platform.evaluate.harness.long_context.fit import Draw, filled, rng_of, row
+from lt2_platform.evaluate.harness.long_context.fit import Drawing, filled, row
 from lt2_platform.evaluate.harness.long_context.needle_words import ADJECTIVES, NOUNS
 
 NEW_TOKENS = {"ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50, "ruler_qa_squad": 32, "ruler_qa_hotpot": 32}
@@ -71,41 +72,31 @@ def make(
     if name not in NEW_TOKENS:
         raise ConfigError(f"unknown task {name!r} of RULER (known: {', '.join(TASKS)})")
     new_tokens = NEW_TOKENS[name]
-    if name.startswith("ruler_qa"):
-        questions = ruler_qa.read(name, sources.squad if name == "ruler_qa_squad" else sources.hotpot)
-        questions = ruler_qa.that_fit(questions, tokenizer, length - new_tokens, samples)
-        if not questions.asked:
-            raise ConfigError(
-                f"{name}: {length} tokens leave no room for any question with its documents; "
-                "give greater --lengths, or leave the task out of --tasks"
-            )
-        samples, least, most = len(questions.asked), 0, len(questions.documents)
-        draw: Draw = lambda units, index: ruler_qa.sample(questions, units, index, rng_of(seed, name, index))  # noqa: E731
-        too_few = None
-    else:
-        draw, least, most, too_few = drawing(name, length, seed, sources)
-    found = filled(name, draw, tokenizer, length, new_tokens, samples=samples, least=least, most=most, too_few=too_few)
+    if not name.startswith("ruler_qa"):
+        drawing = drawing_of(name, length, sources)
+        found = filled(name, drawing, tokenizer, length, new_tokens, samples=samples, seed=seed)
+        return [row(*sample, length, max_new_tokens=new_tokens) for sample in found]
+    questions = ruler_qa.read(name, sources.squad if name == "ruler_qa_squad" else sources.hotpot)
+    questions = ruler_qa.that_fit(questions, tokenizer, length - new_tokens, samples)
+    if not questions.asked:
+        raise ConfigError(
+            f"{name}: {length} tokens leave no room for any question with its documents; "
+            "give greater --lengths, or leave the task out of --tasks"
+        )
+    drawing = Drawing(partial(ruler_qa.sample, questions), 0, len(questions.documents))
+    found = filled(name, drawing, tokenizer, length, new_tokens, samples=len(questions.asked), seed=seed)
     rows = [row(*sample, length, max_new_tokens=new_tokens) for sample in found]
-    if name.startswith("ruler_qa"):
-        rows = [{"answers": one.pop("outputs"), **one} for one in rows]
-    return rows
+    return [{"answers": one.pop("outputs"), **one} for one in rows]
 
 
-def drawing(name: str, length: int, seed: int, sources: Sources) -> tuple[Draw, int, int, str | None]:
-    """(function that makes an item of so many units, fewest and most units, message if even the most are too few)."""
+def drawing_of(name: str, length: int, sources: Sources) -> Drawing:
     if name == "ruler_vt":
-        return lambda units, index: tracking(units, rng_of(seed, name, index)), HOPS + 1, length, None
+        return Drawing(lambda units, _, rng: tracking(units, rng), HOPS + 1, length)
     if name == "ruler_fwe":
-        return lambda units, index: frequent_words(units, length, rng_of(seed, name, index)), FEWEST_CODED, length, None
-    words = vocabulary(sources.essays)
+        return Drawing(lambda units, _, rng: frequent_words(units, length, rng), FEWEST_CODED, length)
+    words, few = vocabulary(sources.essays), 20 if length < 4096 else 40  # words of the worked example
     too_few = f"only {len(words):,} words (--essays adds more)"
-    few = 20 if length < 4096 else 40  # words of the worked example
-    return (
-        lambda units, index: common_words(units, few, words, rng_of(seed, name, index)),
-        COMMON + 1,
-        len(words),
-        too_few,
-    )
+    return Drawing(lambda units, _, rng: common_words(units, few, words, rng), COMMON + 1, len(words), too_few)
 
 
 # Variable tracking
