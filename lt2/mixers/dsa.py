@@ -15,7 +15,7 @@ from lt2.mixer_configs import DSAConfig
 from lt2.mixers.nsa import store_heads_first
 from lt2.ops.attention import causal_attention
 from lt2.ops.documents import document_starts
-from lt2.ops.sparse import dense_kl, select_keys, selected_attention, selected_kl
+from lt2.ops.sparse import dense_kl, group_queries, select_keys, selected_attention, selected_kl, ungroup_queries
 from lt2.sequence import SequenceInfo, rotate
 
 
@@ -145,15 +145,3 @@ def attend_cached(
 def heads_first(x: Tensor) -> Tensor:
     """(B, L, G, E) -> (B, G, L, E)."""
     return x.transpose(1, 2).contiguous()
-
-
-def group_queries(q: Tensor, kv_heads: int) -> Tensor:
-    """(B, L, H, E) -> (B·G, L, H/G, E): the query heads of one KV head become one row."""
-    B, L, H, E = q.shape
-    return q.view(B, L, kv_heads, H // kv_heads, E).permute(0, 2, 1, 3, 4).reshape(-1, L, H // kv_heads, E)
-
-
-def ungroup_queries(o: Tensor, batch: int) -> Tensor:
-    """(B·G, L, R, E) -> (B, L, G·R, E)."""
-    _, L, R, E = o.shape
-    return o.view(batch, -1, L, R, E).permute(0, 2, 1, 3, 4).reshape(batch, L, -1, E)

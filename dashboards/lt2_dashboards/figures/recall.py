@@ -32,9 +32,7 @@ def long_context(source: Source, *, runs: list[str] | None = None) -> Figure:
         "Paper: Table 5, 1.3B, T = 4 where looped, trained at 2,048 tokens, so that 4k is extrapolation (its appendix "
         "says 4,096); it has no 8k. Its caption says the hybrids are 1:1, its text 4:1."
     ]
-    if any(error is not None for run in ours for error in errors[run]):
-        notes.append(ERROR_BARS)
-    notes += quick_looks([run for run in found if run.run in ours], tasks)
+    notes += _cautions([run for run in found if run.run in ours], tasks, errors)
     return Figure(
         "Recall and needles (%)",
         dots(labels, paper, ours, unit="answers found (%)", errors=errors),
@@ -67,9 +65,7 @@ def ruler(source: Source, *, length: int = 4096, runs: list[str] | None = None) 
         "Paper: Figure 11 compares distilled models on these; it prints no numbers, only that they differ most in "
         "multi-key retrieval, which per-loop supervision helps."
     ]
-    if any(error is not None for run in ours for error in errors[run]):
-        notes.append(ERROR_BARS)
-    notes += quick_looks([run for run in found if run.run in ours], tasks)
+    notes += _cautions([run for run in found if run.run in ours], tasks, errors)
     return Figure(
         f"RULER subtasks at {length:,} tokens (%)",
         option,
@@ -88,3 +84,8 @@ def _ours(found: list[Evaluated], tasks: list[str], *, everyone: bool) -> dict[s
 
 def _errors(found: list[Evaluated], tasks: list[str]) -> dict[str, list[float | None]]:
     return {run.run: [run.percent_error(task, *METRICS) for task in tasks] for run in found}
+
+
+def _cautions(shown: list[Evaluated], tasks: list[str], errors: dict[str, list[float | None]]) -> list[str]:
+    bars = any(error is not None for run in shown for error in errors[run.run])
+    return [*([ERROR_BARS] if bars else []), *quick_looks(shown, tasks)]

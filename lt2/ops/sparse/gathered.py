@@ -55,6 +55,18 @@ def selected_attention(
     return o, weights if return_weights else None
 
 
+def group_queries(q: Tensor, kv_heads: int) -> Tensor:
+    """(B, L, H, E) -> (B·G, L, H/G, E): the query heads of one KV head become one row."""
+    B, L, H, E = q.shape
+    return q.view(B, L, kv_heads, H // kv_heads, E).permute(0, 2, 1, 3, 4).reshape(-1, L, H // kv_heads, E)
+
+
+def ungroup_queries(o: Tensor, batch: int) -> Tensor:
+    """(B·G, L, R, E) -> (B, L, G·R, E)."""
+    _, L, R, E = o.shape
+    return o.view(batch, -1, L, R, E).permute(0, 2, 1, 3, 4).reshape(batch, L, -1, E)
+
+
 def gather_backend(q: Tensor, requested: str = "auto") -> str:
     """Return "triton" or "torch" for `selected_attention` on q's device and dtype.
 

@@ -13,7 +13,7 @@ from lt2.ops import dispatch, outline
 from lt2.ops.documents import packed_documents
 from lt2.ops.sparse.blocks import block_table, into_blocks
 from lt2.ops.sparse.compressed import compressed_attention
-from lt2.ops.sparse.gathered import selected_attention
+from lt2.ops.sparse.gathered import group_queries, selected_attention, ungroup_queries
 from lt2.ops.windowed import windowed_attention
 
 
@@ -125,9 +125,8 @@ def _block_branches(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Compressed and selected attention, each (B, L, H, E). Blocks: (B, G, P, S, E); pooled: (B, G, P, E)."""
-    B, L, H, E = q.shape
-    G, S = k_blocks.shape[1], k_blocks.shape[3]
-    grouped = q.view(B, L, G, H // G, E).permute(0, 2, 1, 3, 4).reshape(B * G, L, H // G, E)
+    B, G, _, S, _ = k_blocks.shape
+    grouped = group_queries(q, G)
     compressed, blocks, found = compressed_attention(
         grouped,
         k_pooled.flatten(0, 1),
@@ -144,11 +143,7 @@ def _block_branches(
     selected, _ = selected_attention(
         grouped, k_blocks.flatten(0, 1), v_blocks.flatten(0, 1), blocks, counts, scale=scale
     )
-
-    def ungrouped(x: Tensor) -> Tensor:
-        return x.view(B, G, L, H // G, E).permute(0, 2, 1, 3, 4).reshape(B, L, H, E)
-
-    return ungrouped(compressed), ungrouped(selected)
+    return ungroup_queries(compressed, B), ungroup_queries(selected, B)
 
 
 def _recent(q: Tensor, k: Tensor, v: Tensor, position: Tensor, window: int) -> Tensor:
