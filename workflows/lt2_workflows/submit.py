@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
+from lt2_workflows.engine.local_ray import environment_variables
 from lt2_workflows.graph import Workflow
 from lt2_workflows.job_package import RECORD, pack, refuse_secrets
 
@@ -48,7 +47,8 @@ def connect(address: str) -> JobSubmissionClient:
     for talker in TALKERS:
         logging.getLogger(talker).setLevel(logging.WARNING)
     try:
-        with _only_address(address):
+        # Ray's client goes where the environment says, whatever address it is given.
+        with environment_variables({ADDRESS_VARIABLE: address}):  # of the two that it looks for this one comes first
             return JobSubmissionClient(address)
     except AuthenticationError:
         raise ConfigError(
@@ -57,20 +57,6 @@ def connect(address: str) -> JobSubmissionClient:
     except (ConnectionError, RuntimeError) as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"no Ray answers at {address}: {said}") from None
-
-
-@contextmanager
-def _only_address(address: str) -> Iterator[None]:
-    """Ray's client goes where the environment says, whatever address it is given."""
-    before = os.environ.get(ADDRESS_VARIABLE)
-    os.environ[ADDRESS_VARIABLE] = address  # of the two that it looks for this one comes first
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ADDRESS_VARIABLE]
-        else:
-            os.environ[ADDRESS_VARIABLE] = before
 
 
 def submit(client: JobSubmissionClient, workflow: Workflow, storage_root: str, python: str) -> str:

@@ -52,27 +52,36 @@ def ray_head(num_cpus: int, *, log_to_driver: bool = False) -> Iterator[dict[str
     ours = {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     # Nobody announces that the only machine will go: no process of every training need ask for it.
     ours |= {} if WATCHER in os.environ else {WATCHER: "0"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
     try:
-        import ray
+        with environment_variables(ours):  # whoever starts another Ray in this process has no such token
+            import ray
 
-        _read_token_again()
-        try:
-            options = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING, "_temp_dir": str(folder)}
-            _start(num_cpus=num_cpus, **options)
-            yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-        finally:
-            _stop()
+            _read_token_again()
+            try:
+                options = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING, "_temp_dir": str(folder)}
+                _start(num_cpus=num_cpus, **options)
+                yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+            finally:
+                _stop()
     finally:
-        for name, value in before.items():  # whoever starts another Ray in this process has no such token
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
         if ours and "ray._raylet" in sys.modules:
             _read_token_again()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables of this process for the duration."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _read_token_again() -> None:
