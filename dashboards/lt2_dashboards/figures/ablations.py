@@ -69,7 +69,7 @@ def hybrid(
 
 
 def _hybrids(known: list[Known], repeated: list[Line], names: list[str]) -> list[dict[str, Any]]:
-    """Our runs as points, in a colour per depth, and a line through the means of those that were repeated."""
+    """Our runs as points, in a colour per depth, and lines through the means of those that were repeated."""
     depths = sorted({run.architecture.n_loops for run, *_ in known if run.architecture})
     series = []
     for colour, n_loops in enumerate(depths):
@@ -79,9 +79,13 @@ def _hybrids(known: list[Known], repeated: list[Line], names: list[str]) -> list
             if run.architecture and run.architecture.n_loops == n_loops
         ]
         series.append(points(f"this store, T = {n_loops}", data, colour, yAxisIndex=1, symbolSize=11))
+    taken: list[int] = []
     for each in repeated:
+        own = depths.index(each.n_loops)  # the colour of its points; further lines of a depth have others
+        colour = own if own not in taken else max(len(depths), *(number + 1 for number in taken))
+        taken.append(colour)
         middle = [_mean_point(name, each.means.get(name)) for name in names]
-        colour, label = depths.index(each.n_loops), f"this store, mean, {each.label}"
+        label = f"this store, mean, {each.label}"
         ends = [
             ([name, rounded(mean.value - mean.deviation)], [name, rounded(mean.value + mean.deviation)])
             for name, mean in each.means.items()

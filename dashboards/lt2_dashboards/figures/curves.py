@@ -14,11 +14,12 @@ from lt2_dashboards.figures.parts.across import NAMES, X, across
 from lt2_dashboards.figures.parts.chosen import mixed_losses
 from lt2_dashboards.figures.parts.seed_means import ON_ANY, by_seed, mean_lines
 from lt2_dashboards.figures.parts.store import known_runs
-from lt2_dashboards.queries import Source
+from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import unit_of
 
+NEWEST = 5
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
 START_CUT = "The start of training is above the axis."
@@ -53,7 +54,7 @@ LOOP_TITLES = {  # of metrics that end in a loop, counted from 0; titles count f
 def curves(
     source: Source,
     *,
-    runs: list[str],
+    runs: list[str] | None = None,
     metric: str = "loss",
     x: X = "step",
     log: bool = False,
@@ -64,7 +65,8 @@ def curves(
 ) -> Figure:
     """A metric over training, one line per run: bucket means, with the range of each bucket behind a few lines.
 
-    The gradient norm of many runs is drawn as the largest in each bucket.
+    By default the newest runs that have logged it. The gradient norm of many runs is drawn as the largest in each
+    bucket.
 
     `x` is the step, the tokens or FLOPs spent until then, or the hours since the run started, `log` a logarithmic value
     axis, `smooth` the half-life, in points, of an exponential moving average drawn instead of the raw mean. Unless
@@ -72,7 +74,8 @@ def curves(
     can be seen. With `seeds`, runs that differ in their seeds only are one line: their mean, and a band of one standard
     deviation. `points` is how many each line may have (a small chart needs fewer); the table has all that are stored.
     """
-    snapshot = source.snapshot()
+    snapshot, asked = source.snapshot(), runs
+    runs = _newest(snapshot, metric) if runs is None else runs
     known = snapshot.runs(runs) or known_runs(snapshot, runs)
     series, found, lines, empty, unplaced = [], {}, {}, [], {}
     # A link that was kept still shows the other runs.
@@ -119,8 +122,19 @@ def curves(
         columns,
         lambda: _table(found, bool(more)),
         notes,
-        links=links,
+        "" if series or asked is not None or metric != "loss" else "lt2 run quickstart",
+        links,
     )
+
+
+def _newest(snapshot: Snapshot, metric: str) -> list[str]:
+    """The runs shown where none are named."""
+    found = snapshot.query(
+        "SELECT run FROM runs WHERE run IN (SELECT run FROM metrics WHERE metric = ?) "
+        "ORDER BY created DESC, run LIMIT ?",
+        [metric, NEWEST],
+    )
+    return [run for (run,) in found]
 
 
 def _title(metric: str, runs: Collection[RunInfo]) -> str:

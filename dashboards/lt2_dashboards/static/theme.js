@@ -15,6 +15,8 @@ export const colour = (theme, index) => theme.palette[index % theme.palette.leng
 
 // Lines that come after all colours are used begin with the first again, in another dash.
 export const dash = (theme, index) => ["solid", "dashed", "dotted"][Math.floor(index / theme.palette.length) % 3];
+const SHAPES = ["rect", "triangle", "diamond"]; // marks by which a legend tells series of one colour apart
+const BAR = "path://M0 0h12v4h-12z";
 const DASHED = { dashed: "path://M0 0h5v4h-5zM7 0h5v4h-5z", dotted: "path://M0 0h2v4h-2zM5 0h2v4h-2zM10 0h2v4h-2z" };
 
 export function compact(value, digits = 4) {
@@ -93,7 +95,7 @@ export function themed(option, theme, { small = false, legend = !small, width = 
       color: theme.faint, fontSize: size, hideOverlap: true,
       ...(given.type === "category" ? {} : { formatter: lengths ? binary : inBytes ? bytes : tick, ...(given.max === "dataMax" && !vertical ? { showMaxLabel: false } : {}) }),
       ...given.axisLabel,
-      ...(given.axisLabel?.width ? { width: Math.min(given.axisLabel.width, 0.4 * width) } : {}),
+      ...(given.axisLabel?.width > 0.4 * width ? { width: 0.4 * width, overflow: "break", lineHeight: 13 } : {}), // what tells labels apart may stand at their end
     },
   });
   const each = (value, vertical) => (value === undefined ? undefined : [].concat(value).map((given) => axis(given, vertical)));
@@ -118,14 +120,16 @@ export function themed(option, theme, { small = false, legend = !small, width = 
     series: (rest.series ?? []).map((series) => styled(series, theme, small)),
   };
   const names = [...new Set(result.series.map((series) => series.name).filter(Boolean))];
-  const icons = new Map(); // in the legend, of names that are dashed wherever they are drawn
-  for (const { name, lineStyle } of result.series.filter((series) => series.lineStyle?.width !== 0)) {
-    const icon = DASHED[lineStyle?.type];
+  const icons = new Map(); // in the legend, of names that look the same wherever they are drawn
+  const shapes = result.series.some(({ type, symbol }) => type === "scatter" && SHAPES.includes(symbol));
+  for (const { name, lineStyle, type, symbol, silent } of [...result.series].sort((a, b) => Boolean(a.silent) - Boolean(b.silent))) {
+    if (lineStyle?.width === 0 || (silent && icons.has(name))) continue; // a band, or an error bar of what has a mark
+    const icon = type !== "scatter" ? DASHED[lineStyle?.type] ?? (shapes ? BAR : undefined) : shapes ? symbol ?? "circle" : undefined;
     icons.set(name, icons.has(name) && icons.get(name) !== icon ? undefined : icon);
   }
   if (legend && (rest.legend || names.length > 1)) {
     result.legend = {
-      type: "scroll", top: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 4, ...rest.legend,
+      type: "scroll", top: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: shapes ? 10 : 4, ...rest.legend,
       data: names.map((name) => (icons.get(name) ? { name, icon: icons.get(name) } : { name })),
       formatter: (name) => (name.length > 48 ? `${name.slice(0, 47)}…` : name),
       textStyle: { color: theme.text, fontSize: 12, lineHeight: 16 }, pageTextStyle: { color: theme.faint },
@@ -169,7 +173,7 @@ function styled(series, theme, small) {
     const line = { width: band ? 0 : small ? 1.4 : 1.7, ...(tint ? { color: tint } : {}), ...after, ...rest.lineStyle };
     const area = rest.areaStyle ? { areaStyle: { ...(tint ? { color: tint } : {}), ...rest.areaStyle } } : {};
     return {
-      showSymbol: false, symbol: "circle", symbolSize: 5, sampling: undefined, ...rest, ...own, ...area, lineStyle: line,
+      showSymbol: rest.data?.length < 2, symbol: "circle", symbolSize: 5, sampling: undefined, ...rest, ...own, ...area, lineStyle: line,
       ...(band ? { silent: true, symbol: "none", tooltip: { show: false }, z: 1 } : { z: 3 }),
       emphasis: { disabled: true },
     };

@@ -90,8 +90,22 @@ def test_lines_beyond_the_colours_have_another_dash_also_in_the_legend(browser, 
         icons = [entry.get("icon") for entry in chart["legend"][0]["data"]]
         assert icons[:10] == [None] * 10  # the legend's own
         assert all(icon.startswith("path://") for icon in icons[10:])
+        with_marks = page.evaluate(MARKS)
+        icons = {entry["name"]: entry["icon"] for entry in with_marks["legend"]["data"]}
+        assert (icons["ours"], icons["theirs"]) == ("triangle", "circle")  # of one colour, told apart by their marks
+        assert icons["law"].startswith("path://")
+        assert [line["showSymbol"] for line in with_marks["series"][3:]] == [True, False]  # one point is no line
+        label = with_marks["yAxis"][0]["axisLabel"]
+        assert (label["width"], label["overflow"]) == (160, "break")  # on a phone, nothing is cut off
 
 
+MARKS = """import("/static/theme.js").then(({ themed, LIGHT }) => themed({
+    yAxis: { type: "category", axisLabel: { width: 420, overflow: "truncate" } }, series: [
+    { type: "scatter", name: "ours", symbol: "triangle", data: [] },
+    { type: "line", name: "ours", silent: true, data: [[1, 1], [1, 2]] },
+    { type: "scatter", name: "theirs", data: [] },
+    { type: "line", name: "law", data: [[1, 1]] }, { type: "line", name: "law", data: [[1, 1], [2, 1]] },
+]}, LIGHT, { width: 400 }))"""
 NAMES = """(index) => {
     const zr = echarts.getInstanceByDom(document.querySelectorAll("figure")[index].querySelector(".canvas")).getZr();
     const texts = zr.storage.getDisplayList().filter((item) => item.style?.text);
@@ -141,7 +155,11 @@ def test_sweeps(page, site):
         "hybrid-2",
         "full-1",
     ]
-    assert by_run.locator("tbody tr").count() == 2
+    by_configuration.get_by_role("link", name="full-1").wait_for()  # to its page
+    by_run.get_by_role("button", name="run").click()
+    assert by_run.locator("tbody th, tbody td:first-child").all_inner_texts() == ["hybrid-2", "full-1"]
+    by_run.get_by_role("button", name="run").click()
+    assert by_run.locator("tbody td:first-child").all_inner_texts() == ["full-1", "hybrid-2"]
     assert option(page, 1)["parallelAxis"][-1]["name"] == "validation/perplexity"
 
 

@@ -37,6 +37,13 @@ def test_a_curve_is_what_was_logged(source):
     assert figure.rows[0][4] == 2 + 8 + 1e-3  # the table has every digit
 
 
+def test_without_named_runs_the_newest_are_drawn(source, tmp_path):
+    assert list(lines(draw(curves, source, {}))) == ["live-4", "stalled-5", "gdn-3", "hybrid-2", "full-1"]
+    assert list(lines(draw(curves, source, {"metric": "tokens"}))) == []
+    empty = draw(curves, Source(str(tmp_path)), {})
+    assert (empty.option["empty"], empty.produce) == ("No run shown here has logged 'loss'.", "lt2 run quickstart")
+
+
 def test_curve_over_time_and_smoothed(source):
     by_time = lines(curves(source, runs=["full-1"], x="time"))["full-1"]
     assert by_time[35] == [pytest.approx(36 / 3600, rel=1e-4), pytest.approx(2 + 8 / 36 + 1e-3, rel=1e-5)]

@@ -81,6 +81,8 @@ def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
     assert line["data"][2]["detail"] == "mean of 2, ± 0.707"
     assert whiskers["data"][3:5] == [["1:1", 8.79289], ["1:1", 10.2071]]
     assert (line["yAxisIndex"], whiskers["yAxisIndex"]) == (1, 1)
+    drawn = {each["name"]: each["colorIndex"] for each in found.option["series"] if "mean" in each["name"]}
+    assert sorted(drawn.values()) == [0, 1, 2, 3, 4, 5]  # no two lines alike
     points = {each["name"]: each["data"] for each in found.option["series"] if each["type"] == "scatter"}
     assert list(points) == [f"this store, T = {n}" for n in (1, 2, 4, 8)]
     assert {"name": "loops-8-0: T = 8, 1k, attention in 1 of 5 layers", "value": ["1:4", 12.0]} in points[

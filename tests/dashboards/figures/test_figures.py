@@ -175,7 +175,6 @@ def test_configurations_over_their_seeds_best_first_with_the_odds_of_chance(tmp_
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({}, "curves needs runs: choose them above"),
         ({"runs": "full-1", "rnus": "x"}, "curves: no parameter 'rnus'; it takes runs, metric"),
         ({"runs": "full-1", "x": "loss"}, "curves: x='loss': Input should be 'step', 'tokens', 'flops' or 'time'"),
         ({"runs": "full-1", "smooth": "much"}, "curves: smooth='much'"),
@@ -193,8 +192,7 @@ def test_every_figure_describes_itself_and_is_json(client):
     for name, function in FIGURES.items():
         about = describe(function)
         assert about["about"].endswith((".", ",", ":")) or about["about"]
-        runs = "?runs=full-1" if name == "curves" else ""
-        figure = body(client.get(f"/api/figures/{name}{runs}"))
+        figure = body(client.get(f"/api/figures/{name}"))
         assert figure["rows"] or figure["option"]["empty"]
         assert all(len(row) == len(figure["columns"]) for row in figure["rows"])
 
