@@ -130,7 +130,8 @@ def _value(run: RunInfo, metric: str) -> float | None:
 
 def _evals(snapshot: Snapshot, run_ids: list[str]) -> list[dict[str, Any]]:
     """By result the values of the runs, their standard errors, how many items they are of, and of which data a
-    perplexity is; None where unknown."""
+    perplexity is; None where unknown. What repeats a result comes
+    last: at other depths, in a sweep's table."""
     found = counting(
         ((result_name(name, row), run), row)
         for run, name, row in snapshot.evals(run_ids)
@@ -139,5 +140,5 @@ def _evals(snapshot: Snapshot, run_ids: list[str]) -> list[dict[str, Any]]:
     parts = {"values": "value", "errors": "stderr", "items": "n", "data": "data"}
     return [
         {"key": key} | {name: [found.get((key, run), {}).get(part) for run in run_ids] for name, part in parts.items()}
-        for key in sorted({key for key, _ in found})
+        for key in sorted({key for key, _ in found}, key=lambda key: (key.startswith(("depth/", "sweep/")), key))
     ]

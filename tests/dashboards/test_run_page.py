@@ -141,6 +141,15 @@ def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
     assert [body(client.get(f"/api/compare?runs={runs}"))["differs"] for runs in ("step,ours", "step")] == [[], []]
 
 
+def test_compared_results_begin_with_what_the_models_are(store, client):
+    add_run(store, "r", start=time.time())
+    for name in ("depth", "sweep", "validation"):
+        store.log_eval("r", name, [{"task": "perplexity", "metric": "loss", "value": 1.0}])
+    store.log_eval("r", "downstream", [{"task": "piqa", "metric": "acc", "value": 1.0}])
+    names = [row["key"].partition("/")[0] for row in body(client.get("/api/compare?runs=r"))["evals"]]
+    assert names == ["downstream", "validation", "depth", "sweep"]
+
+
 def test_a_setting_that_is_null_in_one_run_and_missing_in_another_does_not_differ(store, client):
     store.create_run("plain", {"config": {"model": {"dim": 8}}}).close()
     store.create_run("halting", {"config": {"model": {"dim": 8, "halting": None}}}).close()

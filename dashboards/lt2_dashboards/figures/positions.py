@@ -69,7 +69,7 @@ def positions(
     option = panels([upper, lower] if len(drawn) > 1 else [upper], columns=1)
     option["empty"] = None if drawn else _nothing(source, task)
     columns = ["run", "depth", "first position", "last position", "loss (nats per token)", "standard error", "tokens"]
-    produce = "" if drawn else "lt2 positions RUN, or a `positions` task of an evaluate step"
+    produce = "" if drawn else "lt2 positions RUN, or a positions task of an evaluate step"
     return Figure("Loss by position", option, columns, lambda: table, notes, produce=produce)
 
 

@@ -14,11 +14,10 @@ import numpy as np
 from lt2.layout import loops_text
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.across import NAMES
-from lt2_dashboards.figures.parts.chosen import RESULTS, choose
+from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, RESULTS, choose
 from lt2_dashboards.figures.parts.seed_means import by_seed
 from lt2_dashboards.figures.parts.series import line, points, whiskers
 from lt2_dashboards.figures.parts.store import architecture
-from lt2_dashboards.figures.seeds import LOWER_IS_BETTER
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.student import mean_std
 from lt2_platform.results.flops import spending_of

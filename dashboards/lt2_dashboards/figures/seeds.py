@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from lt2.train.config import SEEDS
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.parts.chosen import choose
+from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, choose
 from lt2_dashboards.figures.parts.names import short_names
 from lt2_dashboards.figures.parts.series import points, whiskers
 from lt2_dashboards.figures.sweep import MAX_AXES, NEEDS, settings_of
@@ -17,9 +16,6 @@ from lt2_platform.evaluate.student import mean_std, welch
 
 DRAWN = 20  # configurations, the best ones: labels of more would lie on each other
 TELLS_LITTLE = ("ffn_hidden", "data.fingerprint")  # what sweeps match sizes by, and a hash
-LOWER_IS_BETTER = re.compile(
-    r"loss|ppl|perplexity|kl|^ce$|grad_norm|_time|wait|stall|bytes|memory|spikes|flops", re.IGNORECASE
-)
 
 
 def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.parts.chosen import choose
+from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, choose
 from lt2_dashboards.queries import Source
 
 MAX_AXES = 8
+BEST_TO_WORST = ("#2f6bd8", "#7a9fd0", "#d9a35b", "#c2334d")
 NEEDS = "lt2 sweep ratio"  # or any runs; said where nobody has filtered them away
 
 
 def sweep(source: Source, *, q: str = "", metric: str = "") -> Figure:
-    """Parallel coordinates of the settings that differ among runs, coloured by a result.
+    """Parallel coordinates of the settings that differ among runs, coloured by a result: the best ones are blue.
 
     `q` filters runs as in the runs table; `metric` is a logged metric's last value or an evaluation (name/task/metric),
     by default what `chosen.RESULTS` says. Runs without that result are left out.
@@ -22,11 +24,13 @@ def sweep(source: Source, *, q: str = "", metric: str = "") -> Figure:
     metric, runs, varying = found.metric, found.runs, found.varying
     if found.refused:
         return Figure(f"{metric} by settings", {"series": [], "empty": found.refused}, ["run", metric], list)
+    sign = 1 if LOWER_IS_BETTER.search(metric) else -1
+    runs = sorted(runs, key=lambda run: sign * run[1])
     keys = varying[:MAX_AXES]
     settings = settings_of(snapshot, [run for run, _ in runs], keys)
     rows = [[run, *(settings[run].get(key, (None, None))[0] for key in keys), value] for run, value in runs]
     more = [f"{len(varying) - MAX_AXES} more settings differ and are not drawn."] if len(varying) > MAX_AXES else []
-    option = _option(runs, keys, settings, metric)
+    option = _option(runs, keys, settings, metric, BEST_TO_WORST[::sign])
     produce = "" if runs or q else NEEDS
     return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, [*found.notes, *more], produce)
 
@@ -42,7 +46,10 @@ def settings_of(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, di
     return settings
 
 
-def _option(runs: list[tuple[str, float]], keys: list[str], settings: Any, metric: str) -> dict[str, Any]:
+def _option(
+    runs: list[tuple[str, float]], keys: list[str], settings: Any, metric: str, colours: Sequence[str]
+) -> dict[str, Any]:
+    """`runs` best first, and so drawn last; `colours` are those of the lowest to the highest value."""
     if not runs:
         return {"series": [], "empty": f"No run that matches has the result {metric!r}."}
     if not keys:
@@ -53,7 +60,7 @@ def _option(runs: list[tuple[str, float]], keys: list[str], settings: Any, metri
     axes.append({"dim": len(keys), "name": metric, "type": "value", "scale": True})
     lines = [
         {"name": run, "value": [*(_at(axis, settings[run].get(key)) for axis, key in zip(axes, keys)), rounded(value)]}
-        for run, value in runs
+        for run, value in reversed(runs)
     ]
     low, high = min(values), max(values)
     return {
@@ -62,7 +69,7 @@ def _option(runs: list[tuple[str, float]], keys: list[str], settings: Any, metri
         "visualMap": {
             "type": "continuous", "min": low, "max": high if high > low else low + 1, "dimension": len(keys),
             "right": 8, "top": "middle", "itemHeight": 160, "itemWidth": 10, "precision": 4,
-            "inRange": {"color": ["#2f6bd8", "#7a9fd0", "#d9a35b", "#c2334d"]},
+            "inRange": {"color": list(colours)},
         },
         "series": [
             {"type": "parallel", "name": "runs", "data": lines, 

@@ -1,7 +1,7 @@
 // A figure of the server on the page: chart, notes, the same numbers as a table, exports.
 
 import { connection, get, query } from "./api.js";
-import { fill, h, notice, setText } from "./dom.js";
+import { fill, h, notice, said, setText } from "./dom.js";
 import { number, shortNames } from "./format.js";
 import { bytes, DARK, LIGHT, rowsOf, themed } from "./theme.js";
 
@@ -27,7 +27,8 @@ export function figure(name, options = {}) {
   const toggle = h("button", { type: "button", class: "link", "aria-pressed": "false", onclick: () => showTable(table.hidden) }, "Table");
   const element = h("figure", { class: options.small ? "figure small" : options.beside ? "figure large beside" : "figure", "aria-busy": "true" },
     h("figcaption", {}, title, badge, h("span", { class: "tools" }, options.beside ? null : toggle, csv, pictures, html)), canvas, table, notes);
-  let chart = null, body = null, bodyOf = null, away = false, parameters = null, controller = null, sorting = null;
+  let chart = null, body = null, bodyOf = null, away = false, parameters = null, controller = null;
+  const fillTable = sortable(table);
 
   function showTable(on) {
     table.hidden = !on;
@@ -83,22 +84,13 @@ export function figure(name, options = {}) {
     canvas.setAttribute("aria-label", `${body.title}: chart; press Table for the numbers`);
     element.classList.toggle("nothing", Boolean(body.option.empty));
     badge.hidden = !body.produce || Boolean(body.option.empty);
-    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, note, body.links[note] ? [" ", h("a", { href: address(body.links[note]) }, "Show it")] : null)));
+    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, said(note), body.links[note] ? [" ", h("a", { href: address(body.links[note]) }, "Show it")] : null)));
     element.style.setProperty("--rows", String(options.small ? 1 : rowsOf(body.option, canvas.clientWidth || undefined)));
-    if (!table.hidden && body.rows) fillTable();
+    if (!table.hidden && body.rows) fillTable(body);
     if (canvas.hidden) return;
     if (body.option.empty) return clear(body.option.empty, body.produce);
     paint();
     if (now) chart?.getZr().flush();
-  }
-
-  function fillTable() {
-    const kept = document.activeElement?.closest?.("th")?.cellIndex, inside = table.contains(document.activeElement);
-    fill(table, numbers(sorted(body, sorting), sorting, (column) => {
-      sorting = sorting?.column === column ? (sorting.down ? { column, down: false } : null) : { column, down: true };
-      fillTable();
-    }));
-    if (inside && kept !== undefined) table.querySelectorAll("thead button")[kept]?.focus();
   }
 
   function paint() {
@@ -170,19 +162,36 @@ export function sorted({ columns, rows }, by) {
   }) };
 }
 
-// One number of decimals for a column, about five digits in all, so that points stand under each other; where values
-// are too far apart for that, each has its own, with `digits` in all.
+// One number of decimals for a column, about five digits of a usual value, so that points stand under each other: a run
+// that has diverged does not take the digits of the others. Where values are too far apart for that, each has its own,
+// with `digits` in all.
 export function aligned(values, digits = 6) {
-  const known = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs);
-  const largest = Math.max(...known, 0);
-  if (known.every(Number.isInteger) || largest >= 1e5 || Math.min(...known) < 1e-3) return (value) => number(value, digits);
-  const decimals = Math.max(0, Math.min(5, 4 - Math.floor(Math.log10(largest))));
-  if (Math.min(...known) < 10 ** (1 - decimals)) return (value) => number(value); // accuracies beside tokens/s: one digit would be left of them
-  const needed = Math.max(...known.map((value) => (String(Number(value.toFixed(decimals))).split(".")[1] ?? "").length));
-  return (value) => (typeof value !== "number" ? number(value) : needed ? value.toFixed(needed) : Math.round(value).toLocaleString("en"));
+  const known = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs).sort((a, b) => a - b);
+  const usual = known[known.length >> 1] ?? 0, far = (value) => Math.abs(value) > Math.min(1e3 * usual, 1e5);
+  if (known.every(Number.isInteger) || usual >= 1e5 || known[0] < 1e-3) return (value) => number(value, digits);
+  const decimals = Math.max(0, Math.min(5, 4 - Math.floor(Math.log10(usual))));
+  if (known[0] < 10 ** (1 - decimals)) return (value) => number(value); // accuracies beside tokens/s: one digit would be left of them
+  const needed = Math.max(...known.filter((value) => !far(value)).map((value) => (String(Number(value.toFixed(decimals))).split(".")[1] ?? "").length));
+  return (value) => (typeof value !== "number" || far(value) ? number(value) : needed ? value.toFixed(needed) : Math.round(value).toLocaleString("en"));
+}
+
+// Returns a function that fills `parent` with a table; a press on a column's name sorts it, also what is shown later.
+export function sortable(parent) {
+  let body = null, sorting = null;
+  function show() {
+    const kept = document.activeElement?.closest?.("th")?.cellIndex, inside = parent.contains(document.activeElement);
+    fill(parent, numbers(sorted(body, sorting), sorting, (column) => {
+      sorting = sorting?.column === column ? (sorting.down ? { column, down: false } : null) : { column, down: true };
+      show();
+    }));
+    if (inside && kept !== undefined) parent.querySelectorAll("thead button")[kept]?.focus();
+  }
+  return (found) => { body = found; show(); };
 }
 
 const SETTING = /^\w+(\.\w+)+$/; // a column that is a setting: train.lr
+
+const LISTS_RUNS = new Set(["names", "runs"]);
 
 // sort(column), if given, is called when a column's name is pressed; `sorting` says how the rows are sorted now.
 export function numbers({ columns, rows }, sorting = null, sort = null) {
@@ -200,6 +209,7 @@ export function numbers({ columns, rows }, sorting = null, sort = null) {
   // Of a column "value" each row is of another metric: decimals that suit a count would cut an accuracy.
   const shape = columns.map((column, index) => (column.endsWith("(bytes)") ? (value) => (value === null ? "–" : bytes(value)) : numeric[index] && column !== "value" ? aligned(shown.map((row) => row[index])) : (value) => number(value, 6)));
   const cell = (value, column, row) => {
+    if (LISTS_RUNS.has(columns[column]) && typeof value === "string") return h("td", {}, value.split(", ").flatMap((run, at) => [at ? ", " : null, h("a", { href: `/runs/${run}` }, run)]));
     const isRun = value !== null && (columns[column] === "run" || (first && column === 0 && row[source]?.startsWith("this store") && !value.startsWith("mean of ")));
     return h("td", { class: numeric[column] ? "num" : "" }, isRun ? h("a", { href: `/runs/${value}`, title: value }, value) : shape[column](value));
   };

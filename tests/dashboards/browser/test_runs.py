@@ -185,6 +185,10 @@ def test_compare_from_the_table(page, site):
     best = table.locator("tr", has_text="validation/perplexity").locator(".best")
     assert best.inner_text().startswith("10")
     drawn(page, 3)
+    assert table.locator("tr", has_text="validation/perplexity").locator("small").inner_text() == "−9.1 %"
+    page.get_by_label("Compare with hybrid-2").click()
+    page.wait_for_url("**/compare?runs=hybrid-2,full-1")
+    table.locator("tr", has_text="validation/perplexity").locator("small", has_text="+10.0 %").wait_for()
     page.get_by_label("Take hybrid-2 out").click()
     page.get_by_text("Select two or more runs").wait_for()
 
@@ -233,6 +237,20 @@ def test_a_result_keeps_its_digits_beside_a_count(page, site):
     page.goto(f"{site.address}/runs/live-4")
     row = page.get_by_role("region", name="Evaluations").locator("tr", has_text="acc")
     assert row.locator("td.num").first.inner_text() == "0.4375"
+    page.get_by_role("region", name="Evaluations").get_by_role("button", name="value").click()
+    row.locator("xpath=preceding-sibling::tr", has_text="cut").wait_for()  # the largest first
+
+
+def test_the_digits_of_a_column_are_those_of_its_usual_values(page, site):
+    page.goto(f"{site.address}/static/icon.svg")
+    for values, shown in (
+        ([2.38333, 2.04019, 3.0, 700.71, None, "NaN"], ["2.3833", "2.0402", "3.0000", "700.7100", "–", "NaN"]),
+        ([2.4, 3.1, 1.5e7], ["2.4", "3.1", "15M"]),  # of runs that have diverged
+        ([1590.0, 1234.56, 2e6], ["1590.0", "1234.6", "2,000,000"]),
+        ([0.52, 0.61, 5000.5, 6000.0, 7000.0], ["0.52", "0.61", "5000.5", "6,000", "7,000"]),
+    ):
+        told = "async (values) => values.map((await import('/static/chart.js')).aligned(values, 4))"
+        assert page.evaluate(told, values) == shown
 
 
 def test_columns_and_charts_are_chosen_one_after_the_other(page, site):

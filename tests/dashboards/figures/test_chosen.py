@@ -11,6 +11,7 @@ from lt2_dashboards.figures import FIGURES, draw
 from lt2_dashboards.figures.figure import Figure
 from lt2_dashboards.figures.parts import chosen
 from lt2_dashboards.figures.parts.store import evaluated
+from lt2_dashboards.figures.sweep import BEST_TO_WORST
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -44,6 +45,18 @@ def test_losses_of_different_objectives_are_not_ranked(store, name):
     assert (found.rows, found.title.split(" by ")[0]) == ([], "loss")
     assert len(figure(store, name, q="objective.type!=distill").rows) > 0
     assert len(figure(store, name, metric="ce").rows) > 0
+
+
+@pytest.mark.parametrize(("metric", "best"), [("ce", "low"), ("accuracy", "high")])
+def test_the_best_runs_come_first_and_are_blue_whichever_way_is_better(store, metric, best):
+    for seed, (run, value) in enumerate((("middle", 0.5), ("low", 0.25), ("high", 0.75))):
+        last: dict[str, Any] = {metric: value}
+        add(store, run, seed=seed, **last)
+    found = figure(store, "sweep", metric=metric)
+    assert [row[0] for row in found.rows] == ["low", "middle", "high"][:: 1 if best == "low" else -1]
+    assert found.option["series"][0]["data"][-1]["name"] == best  # over the others
+    colours = found.option["visualMap"]["inRange"]["color"]
+    assert colours[0 if best == "low" else -1] == BEST_TO_WORST[0]
 
 
 @pytest.mark.parametrize(

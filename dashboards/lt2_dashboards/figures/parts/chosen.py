@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ MAX_RUNS = 1_000
 # What runs are ranked by unless another result is asked for: the first of these that half of them have. Training losses
 # come last: runs that do not minimise the same cannot be compared by them, and are by whichever other one they have.
 RESULTS = ("validation/perplexity/perplexity", "validation_loss", "loss")
+LOWER_IS_BETTER = re.compile(
+    r"loss|ppl|perplexity|kl|^ce$|grad_norm|_time|wait|stall|bytes|memory|spikes|flops", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)

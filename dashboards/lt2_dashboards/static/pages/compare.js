@@ -55,8 +55,10 @@ export function comparePage(main) {
     if (few) return;
     askPairs();
     const drop = (run) => setParams({ runs: asked.split(",").filter((other) => other !== run).join(",") });
-    const head = h("tr", {}, h("td", {}), body.runs.map((run) => h("th", { scope: "col", style: lineOf(run), class: "run-head" },
-      h("a", { href: `/runs/${run.run}` }, run.run), h("span", {}, status(run.status), h("button", { type: "button", class: "link", "aria-label": `Take ${run.run} out`, onclick: () => drop(run.run) }, "remove")))));
+    const first = (run) => setParams({ runs: [run, ...asked.split(",").filter((other) => other !== run)].join(",") });
+    const baseline = (run, index) => index ? h("button", { type: "button", class: "link", "aria-label": `Compare with ${run.run}`, onclick: () => first(run.run) }, "as baseline") : h("span", { class: "faint", title: "Percentages say how far the others are from this run" }, "baseline");
+    const head = h("tr", {}, h("td", {}), body.runs.map((run, index) => h("th", { scope: "col", style: lineOf(run), class: "run-head" },
+      h("a", { href: `/runs/${run.run}` }, run.run), h("span", {}, status(run.status), baseline(run, index), h("button", { type: "button", class: "link", "aria-label": `Take ${run.run} out`, onclick: () => drop(run.run) }, "remove")))));
     const group = (name, rows, make) => rows.length ? [h("tr", { class: "group" }, h("th", { colspan: body.runs.length + 1, scope: "colgroup" }, name)), rows.map(make)] : [];
     const settings = group("Settings that differ", body.differs, ({ key, values }) => h("tr", {}, h("th", { scope: "row" }, key), values.map((value) =>
       h("td", { class: value === null ? "faint" : "" }, value ?? "not set"))));

@@ -1,7 +1,7 @@
 // One run: where it stands, its curves, its settings, what it was evaluated to.
 
 import { poll } from "../api.js";
-import { figure, numbers } from "../chart.js";
+import { figure, sortable } from "../chart.js";
 import { curveControls, curveParams } from "../controls.js";
 import { facts, fill, h, notice, status } from "../dom.js";
 import { ago, date, duration, number } from "../format.js";
@@ -53,6 +53,8 @@ export function runPage(main, run) {
   const grid = h("section", { class: "tiles run-tiles", "aria-label": "Curves" });
   const side = h("section");
   const tiles = new Map();
+  const scores = h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Evaluations" });
+  const showScores = sortable(scores);
   let body = null;
   const curvesBar = h("div", { class: "toolbar" }, h("h2", {}, "Curves"), h("span", { class: "grow" }), controls.element);
   fill(main, header, messages, story, curvesBar, grid, side);
@@ -135,8 +137,9 @@ export function runPage(main, run) {
     const extra = [...new Set(["stderr", "n", "limit", "num_fewshot", ...results.flatMap((row) => Object.keys(row))])].filter((key) => !["name", "task", "metric", "value"].includes(key) && results.some((row) => row[key] !== null && row[key] !== "" && row[key] !== undefined));
     const columns = ["name", "task", "metric", "value", ...extra];
     const rows = results.map((row) => columns.map((column) => (/sha256$/.test(column) ? row[column]?.slice(0, 8) : row[column]) ?? null));
+    showScores({ columns, rows });
     return h("section", { class: "panel" }, h("h2", {}, "Evaluations", h("span", { class: "links" }, links.map(([name, text]) => h("a", { href: `/figures/${name}?runs=${run}` }, text)))),
-      results.length ? h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Evaluations" }, numbers({ columns, rows })) : null);
+      results.length ? scores : null);
   }
 
   return { update: drawTiles, destroy() { stop(); for (const tile of tiles.values()) tile.destroy(); } };

@@ -1,23 +1,22 @@
 // One result of all runs that match a filter: by configuration over its seeds, and by the settings that vary.
 
 import { get, query } from "../api.js";
-import { figure, numbers } from "../chart.js";
+import { figure, sortable } from "../chart.js";
 import { fill, h } from "../dom.js";
 import { params, setParams } from "../url.js";
 
 export function sweepsPage(main) {
   const search = h("input", { type: "search", class: "search", placeholder: "Filter: words, lr>1e-3, layout.type=hybrid", "aria-label": "Filter runs", spellcheck: "false" });
   const metric = h("select", { "aria-label": "Result", onchange: () => setParams({ metric: metric.value }) });
-  const chart = figure("sweep", { onBody: (body) => fill(table, numbers(sorted(body))) });
-  const means = figure("seeds", { onBody: (body) => { shown = body.title.replace(/ by configuration$/, ""); drawMetrics(); configurations.hidden = !body.rows.length; fill(configurations, numbers(body)); } });
+  const chart = figure("sweep", { onBody: (body) => tell(body) });
+  const means = figure("seeds", { onBody: (body) => { shown = body.title.replace(/ by configuration$/, ""); drawMetrics(); configurations.hidden = !body.rows.length; tellMeans(body); } });
   const configurations = h("div", { class: "table-wrap bounded", tabindex: "0", role: "region", "aria-label": "Configurations" });
   const table = h("div", { class: "table-wrap bounded", tabindex: "0", role: "region", "aria-label": "Runs" });
+  const tellMeans = sortable(configurations), tell = sortable(table);
   let typing, known = [], shown = ""; // the result that is drawn where the address names none
   fill(main, h("header", { class: "page-head" }, h("h1", {}, "Sweeps")), h("div", { class: "toolbar" }, search, h("label", { class: "controls" }, "result ", metric)), h("div", { class: "medium" }, means.element), configurations, h("div", { class: "medium" }, chart.element), table);
   search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => setParams({ q: search.value.trim() }), 250); });
   const timer = setInterval(() => { if (!document.hidden) { means.reload(); chart.reload(); } }, 5000);
-
-  const sorted = ({ columns, rows }) => ({ columns, rows: [...rows].sort((a, b) => a.at(-1) - b.at(-1)) });
 
   function drawMetrics() {
     const chosen = params().metric ?? shown;
