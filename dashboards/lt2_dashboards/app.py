@@ -31,7 +31,7 @@ from lt2_dashboards.pipelines import read_trials, read_workflow, read_workflows
 from lt2_dashboards.queries import Source
 from lt2_dashboards.records import NotThereError
 from lt2_dashboards.run_page import compare_page, run_page
-from lt2_dashboards.runs_table import runs_page
+from lt2_dashboards.runs_table import runs_page, whole_table
 from lt2_dashboards.significance import significance
 from lt2_dashboards.silent import moment
 from lt2_dashboards.steps import read_log, read_step
@@ -101,6 +101,11 @@ def _add_api(app: FastAPI, source: Source) -> None:
             lambda snapshot: runs_page(snapshot, at=at, q=q, status=status, sort=sort, page=page),
         )
         return answer(request, body | {"root": source.storage.root})
+
+    @app.get("/api/runs.csv")
+    def table(q: str = "", status: str = "", sort: str = "-created") -> Response:
+        columns, rows = whole_table(source.snapshot(), at=moment(source), q=q, status=status, sort=sort)
+        return download(Figure("Runs", {}, columns, lambda: rows).csv(), "runs.csv", "text/csv; charset=utf-8")
 
     @app.get("/api/runs/{run_id}")
     def run(request: Request, run_id: str) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from lt2.config import ConfigError
@@ -60,11 +61,10 @@ def runs_page(
     """
     picked = _pick(snapshot, at, q)
     counts = dict(picked.query("SELECT status, count(*) FROM picked GROUP BY status"))
-    if wanted := [name for name in status.split(",") if name in STATUSES]:
-        picked.add(f"status IN ({', '.join('?' * len(wanted))})", *wanted)
+    _only(picked, status)
     total = picked.query("SELECT count(*) FROM picked")[0][0]
     page = min(max(page, 1), max(1, -(-total // PAGE_SIZE)))  # a link to a page that has gone shows the last one
-    rows = _rows(picked, sort, page)
+    rows = _rows(picked, sort, PAGE_SIZE, (page - 1) * PAGE_SIZE)
     varying = _varying(picked, total)
     names = [row["run"] for row in rows]
     for row, settings in zip(rows, _by_run(snapshot, "config", "key", "text", names, varying)):
@@ -92,6 +92,30 @@ def runs_page(
         "logged": [metric for metric, _ in logged],
         "skipped": list(snapshot.skipped),
     }
+
+
+def whole_table(snapshot: Snapshot, *, at: Moment, q: str, status: str, sort: str) -> tuple[list[str], list[list[Any]]]:
+    """(columns, rows) of all runs that match, in the order of `runs_page`: every setting in which they differ, and
+    every result."""
+    picked = _pick(snapshot, at, q)
+    _only(picked, status)
+    runs = _rows(picked, sort, None, 0)
+    names = [run["run"] for run in runs]
+    keys = sorted(_varying(picked, len(runs), None))
+    settings = _by_run(snapshot, "config", "key", "text", names, keys)
+    numbers = _by_run(snapshot, "numbers", "metric", "value", names, None)
+    metrics = sorted(set().union(*numbers))
+    head = ("run", "workflow", "status", "note", "step", "total")
+    rows = [
+        [
+            *map(run.get, head),
+            *map(_utc, (run["created"], run["updated"])),
+            *map(told.get, keys),
+            *map(has.get, metrics),
+        ]
+        for run, told, has in zip(runs, settings, numbers)
+    ]
+    return [*head, "started (UTC)", "last update (UTC)", *keys, *metrics], rows
 
 
 def matching(
@@ -141,6 +165,15 @@ def _pick(snapshot: Snapshot, at: Moment, q: str) -> _Picked:
     return picked
 
 
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _only(picked: _Picked, status: str) -> None:
+    if wanted := [name for name in status.split(",") if name in STATUSES]:
+        picked.add(f"status IN ({', '.join('?' * len(wanted))})", *wanted)
+
+
 def _built_in(picked: _Picked, key: str, op: str, value: str) -> None:
     column = BUILT_IN[key]
     if key in TEXTS:
@@ -188,7 +221,7 @@ def _number(key: str, op: str, value: str) -> float:
         raise ConfigError(f"{key}{op}{value[:40]}: {value[:40]!r} is not a number") from error
 
 
-def _rows(picked: _Picked, sort: str, page: int) -> list[dict[str, Any]]:
+def _rows(picked: _Picked, sort: str, limit: int | None, offset: int) -> list[dict[str, Any]]:
     direction = "DESC" if sort.startswith("-") else "ASC"
     column = sort.removeprefix("-")
     if column in BUILT_IN:
@@ -204,13 +237,13 @@ def _rows(picked: _Picked, sort: str, page: int) -> list[dict[str, Any]]:
     found = picked.query(
         f"SELECT {', '.join(columns)} FROM picked {join}ORDER BY {order}, run LIMIT ? OFFSET ?",
         *bound,
-        PAGE_SIZE,
-        (page - 1) * PAGE_SIZE,
+        limit,
+        offset,
     )
     return [dict(zip(columns, row)) for row in found]
 
 
-def _varying(picked: _Picked, total: int) -> list[str]:
+def _varying(picked: _Picked, total: int, limit: int | None = MAX_VARYING) -> list[str]:
     """Settings that are not the same in all picked runs: those with several values before those that some runs lack,
     kinds first (others belong to them), then those that most runs have, then those that all have, then those of few
     values.
@@ -223,7 +256,7 @@ def _varying(picked: _Picked, total: int) -> list[str]:
         total,
         total,
         total,
-        MAX_VARYING,
+        limit,
     )
     return [key for (key,) in found]
 

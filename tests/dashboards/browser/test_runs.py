@@ -31,6 +31,8 @@ def test_runs_and_their_curves(page, site):
     page.goto(site.address)
     drawn(page, 5)
     assert rows(page)[0] == "live-4"
+    assert page.locator("tr", has_text="live-4").locator(".num").first.inner_text() == "about 3 s left · 20 / 50"
+    assert page.get_by_role("link", name="CSV").last.get_attribute("href") == "/api/runs.csv"
     assert page.locator("tr", has_text="stalled-5").locator(".status").inner_text() == "stalled"
     assert page.inner_text("#root") == site.store.storage.root
     page.goto(f"{site.address}/workflows")

@@ -14,6 +14,7 @@ import pytest
 from scipy import stats
 
 from lt2.config import ConfigError
+from lt2_dashboards import runs_table
 from lt2_dashboards.export import static_html
 from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures.curves import curves
@@ -217,6 +218,26 @@ def test_csv_has_the_whole_table(client, source):
     figure = curves(source, runs=["full-1"])
     assert rows[0] == figure.columns
     assert [float(row[4]) for row in rows[1:]] == [row[4] for row in figure.rows]
+
+
+def test_the_table_of_runs_as_csv_has_all_that_match_with_all_their_results(client, monkeypatch):
+    monkeypatch.setattr(runs_table, "PAGE_SIZE", 1)
+    answer = client.get("/api/runs.csv?status=finished,failed&sort=-validation/perplexity")
+    assert answer.headers["content-disposition"] == 'attachment; filename="runs.csv"'
+    rows = list(csv.DictReader(io.StringIO(answer.text)))
+    assert [row["run"] for row in rows] == ["full-1", "hybrid-2", "gdn-3"]
+    found = rows[1]
+    assert (found["status"], found["step"], found["train.lr"], found["model.layout.ratio"]) == (
+        "finished",
+        "50",
+        "0.002",
+        "1:4",
+    )
+    assert (found["validation/perplexity"], found["loss"]) == ("10.0", str(2 + 8 / 50 + 2e-3))
+    assert (rows[2]["loss"], rows[0]["downstream/piqa/acc,none"], "model.dim" in found) == ("nan", "", False)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", found["started (UTC)"])
+    assert len(client.get("/api/runs.csv?q=lr>1.5e-3").text.splitlines()) == 2
+    assert client.get("/api/runs.csv?q=foo=1").status_code == 400
 
 
 def test_the_figure_of_the_documentation_works(source):

@@ -4,7 +4,7 @@ import { poll, query } from "../api.js";
 import { aligned, figure, theme } from "../chart.js";
 import { coloursOf, curveControls, curveParams } from "../controls.js";
 import { fill, h, notice, setText, status } from "../dom.js";
-import { ago, brief, date, number, shortNames } from "../format.js";
+import { ago, brief, date, duration, number, shortNames } from "../format.js";
 import { colour } from "../theme.js";
 import { go, params, setParams } from "../url.js";
 
@@ -181,14 +181,14 @@ export function runsPage(main) {
     const box = h("input", { type: "checkbox", "aria-label": `Draw ${row.run}`, onchange: () => select(row.run) });
     const badge = h("td", {});
     const bar = h("span", { class: "progress" }, h("i"));
-    const step = h("span");
+    const step = h("span"), left = h("small", { class: "faint" });
     const cells = keys.map((key) => h("td", { class: state.body.varying.includes(key) ? "setting" : "num" }));
     const age = h("td", { class: "num faint" });
     const note = noted ? h("td", { class: "setting" }) : null;
     const workflow = inWorkflow ? h("td", { class: "setting" }, row.workflow ? h("a", { href: `/workflows/${row.workflow}`, title: row.workflow }, row.workflow) : "–") : null;
     const tr = h("tr", { dataset: { run: row.run } }, h("td", { class: "pick" }, box), h("th", { scope: "row" }, h("a", { href: `/runs/${row.run}`, title: row.run }, row.run)), workflow, badge,
-      h("td", { class: "num" }, step, bar), age, note, cells);
-    return { tr, box, badge, bar, step, cells, age, note, layout };
+      h("td", { class: "num" }, left, step, bar), age, note, cells);
+    return { tr, box, badge, bar, step, left, cells, age, note, layout };
   }
 
   function updateRow(line, row, keys, shapes, position) {
@@ -197,6 +197,8 @@ export function runsPage(main) {
     if (position >= 0) line.tr.style.setProperty("--run", colour(theme(), state.colours.get(row.run) ?? position));
     else line.tr.style.removeProperty("--run");
     if (line.badge.dataset.state !== row.status) { fill(line.badge, status(row.status)); line.badge.dataset.state = row.status; }
+    const left = row.status === "running" && row.total > row.step && row.numbers.step_time * (row.total - row.step);
+    setText(line.left, left ? `about ${duration(left).split(" ").slice(0, 2).join(" ")} left · ` : "");
     setText(line.step, row.total ? `${number(row.step)} / ${number(row.total)}` : number(row.step));
     line.bar.hidden = !row.total || !["running", "stalled"].includes(row.status);
     line.bar.firstChild.style.setProperty("width", `${Math.min(100, (100 * (row.step + 1)) / (row.total || 1))}%`);
@@ -209,10 +211,12 @@ export function runsPage(main) {
 
   function drawFoot() {
     const { total, all, page, page_size: size, rows: found } = state.body;
+    const { q, status: wanted, sort } = params();
     const from = (page - 1) * size;
     const turn = (to, text, off) => h("button", { type: "button", disabled: off, onclick: () => setParams({ page: to > 1 ? to : "" }, { replace: false }) }, text);
     fill(foot, h("span", {}, total ? `${(from + 1).toLocaleString("en")}–${(from + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "", total < all ? `, filtered from ${all.toLocaleString("en")}` : ""),
       total > size ? [turn(page - 1, "Previous", page <= 1), turn(page + 1, "Next", from + found.length >= total)] : null,
+      total ? h("a", { href: `/api/runs.csv${query({ q, status: wanted, sort })}`, download: "", title: "Download all runs that match, with every setting in which they differ and every result" }, "CSV") : null,
       h("span", { class: "grow" }),
       params().sel !== undefined ? h("button", { type: "button", class: "link", onclick: () => setParams({ sel: "" }) }, `Draw the first ${SHOWN_BY_ITSELF}`) : null,
       selection().length ? h("button", { type: "button", class: "link", onclick: () => setParams({ sel: "none" }) }, "Select none") : null);
