@@ -82,13 +82,14 @@ def scaling(source: Source, *, q: str = "", metric: str = "", x: Literal["flops"
     series, rows, laws = [], [], {}
     for position, key in enumerate(sorted(grouped, key=names.__getitem__)):
         name, members = names[key], sorted(grouped[key], key=lambda point: (point.spent, point.value))
-        best = _frontier(members, better)
+        best, kind = _frontier(members, better), architecture(infos[members[0].runs[0]].config)
+        loops = kind.n_loops if kind else 1
         series += _drawn(name, members, position)
         if _FITTED.search(metric) and (law := _fit(best)):
             laws[name] = law
             series.append(_curve(name, law, position))
         rows += [
-            [*_words(infos[p.runs[0]]), p.spent, p.value, p.deviation, "yes" if p in best else "no", ", ".join(p.runs)]
+            [name, loops, p.spent, p.value, p.deviation, "yes" if p in best else "no", ", ".join(p.runs)]
             for p in members
         ]
     option = {
@@ -145,11 +146,6 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     model = model if isinstance(model, Mapping) else {}
     found = flatten({name: model.get(name) for name in ("layout", "n_loops", "halting")})
     return {key: value for key, value in found.items() if not _GROWS.search(key)}
-
-
-def _words(run: RunInfo) -> tuple[str, int]:
-    kind = architecture(run.config)
-    return ("unknown", 1) if kind is None else (kind.name, kind.n_loops)
 
 
 def _names(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

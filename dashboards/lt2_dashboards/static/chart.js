@@ -101,7 +101,7 @@ export function figure(name, options = {}) {
       chart = echarts.init(canvas, null, { renderer: "canvas" });
       if (options.group) { chart.group = options.group; echarts.connect(options.group); }
     }
-    chart.setOption(themed(body.option, theme(), { small: options.small, legend: options.legend ?? !options.small, width: canvas.clientWidth || undefined }), { notMerge: true });
+    chart.setOption(themed(body.option, theme(), { small: options.small, legend: options.legend ?? !options.small, width: canvas.clientWidth || undefined, height: canvas.clientHeight || undefined }), { notMerge: true });
     element.dataset.ready = String(performance.now());
   }
 

@@ -75,8 +75,9 @@ function placed(option, theme, small, pixels) {
 }
 
 // A figure's option with this theme: what Python leaves out (colours, fonts, grids) is filled in here.
-// `width` is the chart's, in pixels: long labels take no more than two fifths of it.
-export function themed(option, theme, { small = false, legend = !small, width = 720 } = {}) {
+// `width` and `height` are the chart's, in pixels: long labels take no more than two fifths of its width, and what a
+// tooltip lists no more than its height.
+export function themed(option, theme, { small = false, legend = !small, width = 720, height = 400 } = {}) {
   const { empty: _, ...given } = structuredClone(option);
   const rest = given.panels ? placed(given, theme, small, width) : given;
   const size = small ? 11 : 12;
@@ -114,7 +115,7 @@ export function themed(option, theme, { small = false, legend = !small, width = 
       backgroundColor: theme.panel, borderColor: theme.border, borderWidth: 1, padding: [8, 10], confine: true,
       textStyle: { color: theme.text, fontSize: 12 }, extraCssText: "box-shadow: 0 4px 16px rgba(0,0,0,.18)",
       axisPointer: { type: "line", lineStyle: { color: theme.faint, type: "dashed" } },
-      formatter: (items) => tooltip([].concat(items), theme, lengths),
+      formatter: (items) => tooltip([].concat(items), theme, lengths, Math.max(4, Math.min(14, Math.floor(height / 18) - 3))),
       ...rest.tooltip,
     },
     series: (rest.series ?? []).map((series) => styled(series, theme, small)),
@@ -188,8 +189,9 @@ function hollow({ symbol, itemStyle }, tint, theme) {
   return { symbol: symbol.slice(5).toLowerCase(), itemStyle: { ...itemStyle, color: theme.panel, borderColor: tint, borderWidth: 2 } };
 }
 
-// Built from nodes, never from markup: names of runs are text from other people.
-function tooltip(items, theme, lengths) {
+// Built from nodes, never from markup: names of runs are text from other people. Of more than `most` values those in the
+// middle are left out: whichever way is better, the best ones are there.
+function tooltip(items, theme, lengths, most) {
   const box = document.createElement("div");
   const shown = items.filter((item) => item.value !== undefined && !isBand(item));
   if (!shown.length) return box;
@@ -202,8 +204,16 @@ function tooltip(items, theme, lengths) {
   }
   if (head.textContent) box.append(head);
   const value = (item) => item.data?.shown ?? (!Array.isArray(item.value) ? item.value : ["parallel", "heatmap"].includes(item.seriesType) ? item.value.at(-1) : item.value[1]);
-  const sorted = shown.length > 6 ? [...shown].sort((a, b) => value(b) - value(a)).slice(0, 14) : shown;
-  for (const item of sorted) {
+  const sorted = shown.length > Math.min(most, 6) ? [...shown].sort((a, b) => value(b) - value(a)) : shown;
+  const gap = sorted.length > most ? most >> 1 : -1, left = sorted.length - most;
+  if (gap > 0) sorted.splice(gap, left);
+  for (const [at, item] of sorted.entries()) {
+    if (at === gap) {
+      const more = document.createElement("div");
+      more.style.cssText = `color:${theme.faint}`;
+      more.textContent = `… ${left} more`;
+      box.append(more);
+    }
     const row = document.createElement("div");
     row.style.cssText = "display:flex;gap:8px;align-items:center;line-height:1.5";
     const dot = document.createElement("span");

@@ -90,6 +90,8 @@ def test_lines_beyond_the_colours_have_another_dash_also_in_the_legend(browser, 
         icons = [entry.get("icon") for entry in chart["legend"][0]["data"]]
         assert icons[:10] == [None] * 10  # the legend's own
         assert all(icon.startswith("path://") for icon in icons[10:])
+        assert page.evaluate(HINT, 20) == ["at 1", *map(str, range(20, 13, -1)), "… 6 more", *map(str, range(7, 0, -1))]
+        assert page.evaluate(HINT, 3) == ["at 1", "1", "2", "3"]
         with_marks = page.evaluate(MARKS)
         icons = {entry["name"]: entry["icon"] for entry in with_marks["legend"]["data"]}
         assert (icons["ours"], icons["theirs"]) == ("triangle", "circle")  # of one colour, told apart by their marks
@@ -106,6 +108,11 @@ MARKS = """import("/static/theme.js").then(({ themed, LIGHT }) => themed({
     { type: "scatter", name: "theirs", data: [] },
     { type: "line", name: "law", data: [[1, 1]] }, { type: "line", name: "law", data: [[1, 1], [2, 1]] },
 ]}, LIGHT, { width: 400 }))"""
+HINT = """(count) => import("/static/theme.js").then(({ themed, LIGHT }) => {
+    const item = (at) => ({ value: [1, at + 1], seriesName: "", axisValue: 1, axisDim: "x", color: "" });
+    const items = Array.from({ length: count }, (_, at) => item(at));
+    return [...themed({ series: [] }, LIGHT).tooltip.formatter(items).children].map((row) => row.textContent);
+})"""
 NAMES = """(index) => {
     const zr = echarts.getInstanceByDom(document.querySelectorAll("figure")[index].querySelector(".canvas")).getZr();
     const texts = zr.storage.getDisplayList().filter((item) => item.style?.text);

@@ -103,7 +103,9 @@ def test_layouts_loops_and_ratios_are_lines_of_their_own_and_sizes_are_not(store
     add(store, "c", uniform("full"), 3.0, tokens=1e3, n_loops=1)
     add(store, "d", uniform("full", num_heads=2), 3.0, tokens=1e3)
     add(store, "e", uniform("full", num_heads=4), 3.0, tokens=2e3, dim=128)
-    names = {each["name"] for each in drawn(store).option["series"]}
+    found = drawn(store)
+    names = {each["name"] for each in found.option["series"]}
+    assert {row[0] for row in found.rows} == names  # the table tells them apart, too
     assert names == {
         "Hybrid (Full+GDN), 4 loops (ratio=1:4)", "Hybrid (Full+GDN), 4 loops (ratio=1:1)", "Transformer, 1 loop",
         "Transformer, 4 loops",
