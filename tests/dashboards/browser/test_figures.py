@@ -10,6 +10,7 @@ import pytest
 
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
+from tests.dashboards.conftest import fill_sweep
 from tests.dashboards.paper_store import fill_paper
 
 from .conftest import drawn, option, until, visiting
@@ -168,6 +169,17 @@ def test_sweeps(page, site):
     by_run.get_by_role("button", name="run").click()
     assert by_run.locator("tbody td:first-child").all_inner_texts() == ["full-1", "hybrid-2"]
     assert option(page, 1)["parallelAxis"][-1]["name"] == "validation/perplexity"
+    fill_sweep(site.store.storage, 3, failed=0)
+    with site.store.create_run("pretrain-00000001", {"workflow": "swept-trial-1", "config": {}}) as writer:
+        writer.log(1, {"loss": 1.0})
+    page.goto(f"{site.address}/sweeps")
+    page.get_by_role("button", name="swept 3").click()
+    page.wait_for_url("**/sweeps?q=workflow%7Eswept-")
+    by_run.get_by_role("link", name="pretrain-00000001").wait_for()
+    assert by_run.locator("tbody tr").count() == 1
+    page.get_by_role("button", name="swept 3").click()
+    page.wait_for_url("**/sweeps")
+    site.store.storage.delete("results/journal/pretrain-00000001.json")
 
 
 def test_figure_page_exports_and_table(page, site, browser, tmp_path):
