@@ -48,6 +48,33 @@ export function bytes(value) {
 // On an axis 0.0003 stands below 0.0012, not 3e-4, and 1.0065 between 1.006 and 1.007, which four digits would say twice.
 const tick = (value) => (Math.abs(value) < 1e-3 && Math.abs(value) >= 1e-5 ? trim(value) : compact(value, 7));
 
+// What a logarithmic axis may be marked at, between powers of ten: the first of these that gives few enough marks.
+const MARKS = [[1, 1.5, 2, 3, 4, 5, 6, 8], [1, 2, 5], [1, 3], [1]];
+
+// Such an axis ends at the marks next to its values. By itself it would end at powers of ten: of a loss from 2 to 6 half of it would
+// be empty, and nothing could be read between 1 and 10.
+function marked(axis, series, vertical, index, most) {
+  if (axis.type !== "log" || axis.min !== undefined || axis.max !== undefined) return axis;
+  let low = Infinity, high = 0;
+  for (const { data, ...each } of series.filter((each) => ((vertical ? each.yAxisIndex : each.xAxisIndex) ?? 0) === index)) {
+    for (const item of data ?? []) {
+      const value = item?.value ?? item, at = Array.isArray(value) ? value[vertical ? 1 : 0] : vertical ? value : null;
+      if (at > 0) { low = Math.min(low, at); high = Math.max(high, at); }
+    }
+  }
+  if (!high) return axis;
+  for (const steps of MARKS) {
+    const marks = [];
+    for (let power = Math.floor(Math.log10(low)) - 1; power <= Math.log10(high) + 1; power += 1) marks.push(...steps.map((step) => Number(`${step}e${power}`)));
+    const customValues = marks.slice(marks.findLastIndex((mark) => mark < low), marks.findIndex((mark) => mark > high) + 1);
+    // Functions: series that are hidden by the legend no longer count.
+    const min = (shown) => customValues.findLast((mark) => mark < shown.min) ?? customValues[0];
+    const max = (shown) => customValues.find((mark) => mark > shown.max) ?? customValues.at(-1);
+    if (customValues.length <= most) return { ...axis, min, max, axisLabel: { ...axis.axisLabel, customValues }, axisTick: { show: false, customValues } };
+  }
+  return axis;
+}
+
 // Panels stand beside each other where the chart, `width` pixels wide, has room for that.
 const columnsOf = ({ columns }, width) => (width < 520 ? 1 : columns);
 export const rowsOf = ({ panels }, width = 720) => (panels ? Math.ceil(panels.titles.length / columnsOf(panels, width)) : 1);
@@ -99,7 +126,7 @@ export function themed(option, theme, { small = false, legend = !small, width = 
       ...(given.axisLabel?.width > 0.4 * width ? { width: 0.4 * width, overflow: "break", lineHeight: 13 } : {}), // what tells labels apart may stand at their end
     },
   });
-  const each = (value, vertical) => (value === undefined ? undefined : [].concat(value).map((given) => axis(given, vertical)));
+  const each = (value, vertical) => (value === undefined ? undefined : [].concat(value).map((given, index) => axis(marked(given, rest.series ?? [], vertical, index, small ? 5 : 8), vertical)));
   const lengths = [].concat(rest.xAxis ?? []).some((given) => given.binary);
   const result = {
     animation: false,

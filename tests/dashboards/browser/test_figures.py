@@ -91,15 +91,6 @@ def test_lines_beyond_the_colours_have_another_dash_also_in_the_legend(browser, 
         icons = [entry.get("icon") for entry in chart["legend"][0]["data"]]
         assert icons[:10] == [None] * 10  # the legend's own
         assert all(icon.startswith("path://") for icon in icons[10:])
-        assert page.evaluate(HINT, 20) == ["at 1", *map(str, range(20, 13, -1)), "… 6 more", *map(str, range(7, 0, -1))]
-        assert page.evaluate(HINT, 3) == ["at 1", "1", "2", "3"]
-        with_marks = page.evaluate(MARKS)
-        icons = {entry["name"]: entry["icon"] for entry in with_marks["legend"]["data"]}
-        assert (icons["ours"], icons["theirs"]) == ("triangle", "circle")  # of one colour, told apart by their marks
-        assert icons["law"].startswith("path://")
-        assert [line["showSymbol"] for line in with_marks["series"][3:]] == [True, False]  # one point is no line
-        label = with_marks["yAxis"][0]["axisLabel"]
-        assert (label["width"], label["overflow"]) == (160, "break")  # on a phone, nothing is cut off
 
 
 MARKS = """import("/static/theme.js").then(({ themed, LIGHT }) => themed({
@@ -110,10 +101,40 @@ MARKS = """import("/static/theme.js").then(({ themed, LIGHT }) => themed({
     { type: "line", name: "law", data: [[1, 1]] }, { type: "line", name: "law", data: [[1, 1], [2, 1]] },
 ]}, LIGHT, { width: 400 }))"""
 HINT = """(count) => import("/static/theme.js").then(({ themed, LIGHT }) => {
-    const item = (at) => ({ value: [1, at + 1], seriesName: "", axisValue: 1, axisDim: "x", color: "" });
-    const items = Array.from({ length: count }, (_, at) => item(at));
+    const named = { seriesName: "", axisValue: 1, axisDim: "x", color: "" };
+    const items = Array.from({ length: count }, (_, at) => ({ ...named, value: [1, at + 1] }));
     return [...themed({ series: [] }, LIGHT).tooltip.formatter(items).children].map((row) => row.textContent);
 })"""
+LOGARITHMIC = """([values, small]) => import("/static/theme.js").then(({ themed, LIGHT }) => {
+    const series = [values.map((value) => [1, value]), [[1, null], [2, 0]]].map((data) => ({ type: "line", data }));
+    const [axis] = themed({ yAxis: { type: "log" }, series }, LIGHT, { small }).yAxis;
+    const marks = axis.axisLabel.customValues;
+    const shown = { min: Math.min(...values), max: Math.max(...values) };
+    return marks ? [marks, axis.min(shown), axis.max(shown)] : null;
+})"""
+
+
+def test_what_the_theme_makes_of_marks_tooltips_and_axes(page, site):
+    page.goto(f"{site.address}/no-such-page")
+    assert page.evaluate(HINT, 20) == ["at 1", *map(str, range(20, 13, -1)), "… 6 more", *map(str, range(7, 0, -1))]
+    assert page.evaluate(HINT, 3) == ["at 1", "1", "2", "3"]
+    with_marks = page.evaluate(MARKS)
+    icons = {entry["name"]: entry["icon"] for entry in with_marks["legend"]["data"]}
+    assert (icons["ours"], icons["theirs"]) == ("triangle", "circle")  # of one colour, told apart by their marks
+    assert icons["law"].startswith("path://")
+    assert [line["showSymbol"] for line in with_marks["series"][3:]] == [True, False]  # one point is no line
+    for values, small, marks in (
+        ([2.5, 6.0], False, [2, 3, 4, 5, 6, 8]),
+        ([2.5, 6.0], True, [2, 5, 10]),  # few in a small chart
+        ([0.7, 300.0], False, [0.3, 1, 3, 10, 30, 100, 300, 1000]),
+        ([0.001], False, [0.0008, 0.001, 0.0015]),
+        ([1e-5, 1e9], False, None),  # ECharts' own
+    ):
+        assert page.evaluate(LOGARITHMIC, [values, small]) == (marks and [marks, marks[0], marks[-1]])
+    label = with_marks["yAxis"][0]["axisLabel"]
+    assert (label["width"], label["overflow"]) == (160, "break")  # on a phone, nothing is cut off
+
+
 NAMES = """(index) => {
     const zr = echarts.getInstanceByDom(document.querySelectorAll("figure")[index].querySelector(".canvas")).getZr();
     const texts = zr.storage.getDisplayList().filter((item) => item.style?.text);
