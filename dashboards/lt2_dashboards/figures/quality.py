@@ -162,9 +162,13 @@ def depth(
                 point["detail"] = f"± {error:.3g}"
                 low, high = rounded(row["value"] - error), rounded(row["value"] + error)
                 ends.append(([row["flops_per_token"], low], [row["flops_per_token"], high]))
+            if not exits:
+                point["label"] = {"show": True, "position": "top", "formatter": str(n_loops), "color": "inherit"}
             lines[exits].append(point)
         series += whiskers(names[run], ends, position)
-        series.append(line(names[run], lines[False], position, showSymbol=True, symbolSize=7))
+        series.append(
+            line(names[run], lines[False], position, showSymbol=True, symbolSize=7, labelLayout={"hideOverlap": True})
+        )
         if lines[True]:
             early = sorted(lines[True], key=lambda point: point["value"])
             pins = {"symbol": "pin", "symbolSize": 18, "lineStyle": {"type": "dashed"}}
@@ -184,9 +188,9 @@ def depth(
         columns,
         lambda: table,
         [
-            "The paper trains and evaluates at T = 4 only. Bars are one standard error.",
-            "Only runs evaluated with `loops` or `exit_thresholds` are shown; to add a baseline of one depth, set "
-            "evaluate.loops=[1].",
+            "Numbers are loops, bars one standard error. The paper trains and evaluates at T = 4 only.",
+            "Only runs evaluated with evaluate.loops or evaluate.exit_thresholds are shown; to add a baseline of one "
+            "depth, set evaluate.loops=[1].",
             *(text_notes([(run, row) for run, row in usable if run in drawn]) if PER_TOKEN.search(metric) else []),
         ],
         produce="" if found else "lt2 eval RUN --pack PACK --suite core --loops 1,2,4,8",

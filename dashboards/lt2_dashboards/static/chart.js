@@ -1,7 +1,7 @@
 // A figure of the server on the page: chart, notes, the same numbers as a table, exports.
 
 import { connection, get, query } from "./api.js";
-import { fill, h, notice, said, setText } from "./dom.js";
+import { fill, h, notice, setText } from "./dom.js";
 import { number, shortNames } from "./format.js";
 import { bytes, DARK, LIGHT, rowsOf, themed } from "./theme.js";
 
@@ -84,7 +84,7 @@ export function figure(name, options = {}) {
     canvas.setAttribute("aria-label", `${body.title}: chart; press Table for the numbers`);
     element.classList.toggle("nothing", Boolean(body.option.empty));
     badge.hidden = !body.produce || Boolean(body.option.empty);
-    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, said(note), body.links[note] ? [" ", h("a", { href: address(body.links[note]) }, "Show it")] : null)));
+    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, note, body.links[note] ? [" ", h("a", { href: address(body.links[note]) }, "Show it")] : null)));
     element.style.setProperty("--rows", String(options.small ? 1 : rowsOf(body.option, canvas.clientWidth || undefined)));
     if (!table.hidden && body.rows) fillTable(body);
     if (canvas.hidden) return;

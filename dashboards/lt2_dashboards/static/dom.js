@@ -30,9 +30,6 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Of a text written by us: what stands between backticks is code.
-export const said = (text) => text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
-
 export const notice = (kind, title, ...details) =>
   h("div", { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" }, h("strong", {}, title), details.map((d) => h("p", {}, d)));
 

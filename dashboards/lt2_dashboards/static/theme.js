@@ -123,7 +123,7 @@ export function themed(option, theme, { small = false, legend = !small, width = 
       color: theme.faint, fontSize: size, hideOverlap: true,
       ...(given.type === "category" ? {} : { formatter: lengths ? binary : inBytes ? bytes : tick, ...(given.max === "dataMax" && !vertical ? { showMaxLabel: false } : {}) }),
       ...given.axisLabel,
-      ...(given.axisLabel?.width > 0.4 * width ? { width: 0.4 * width, overflow: "break", lineHeight: 13 } : {}), // what tells labels apart may stand at their end
+      ...(given.axisLabel?.width > 0.4 * width ? { width: 0.4 * width, ...(small ? {} : { overflow: "break", lineHeight: 13 }) } : {}), // what tells labels apart may stand at their end
     },
   });
   const each = (value, vertical) => (value === undefined ? undefined : [].concat(value).map((given, index) => axis(marked(given, rest.series ?? [], vertical, index, small ? 5 : 8), vertical)));

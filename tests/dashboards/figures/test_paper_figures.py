@@ -85,6 +85,7 @@ def test_depth_follows_the_compute(source):
         ["hybrid-a", 2, 2e6, 10.0],
         ["hybrid-a", 4, 4e6, 8.0],
     ]
+    assert [point["label"]["formatter"] for point in found.option["series"][-1]["data"]] == ["1", "2", "4"]
 
 
 def test_models_run_at_several_depths_are_told_apart_by_what_they_differ_in(tmp_path):

@@ -2,10 +2,11 @@
 
 import { get } from "../api.js";
 import { figure } from "../chart.js";
-import { fill, h, notice, said } from "../dom.js";
+import { fill, h, notice } from "../dom.js";
 import { params, setParams } from "../url.js";
 
 const NEWEST = 50; // runs offered for a figure's "runs"
+const said = (text) => text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part)); // a docstring
 const words = (name) => (name[0].toUpperCase() + name.slice(1)).replaceAll("_", " ");
 
 function grouped(figures, make) {
