@@ -18,11 +18,13 @@ from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import unit_of
+from lt2_platform.wording import first_of
 
 NEWEST = 5
 SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
 START_CUT = "The start of training is above the axis."
+DIVERGED = 4.0  # a loss that has been so many times its first does not set the axis for the others
 SEED_MEANS = "Seeds are drawn as their mean, up to the last step that all have; bands are one standard deviation."
 Line = tuple[pa.Table, np.ndarray]  # a curve as it is drawn, and where its points stand on the axis
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
@@ -70,9 +72,10 @@ def curves(
 
     `x` is the step, the tokens or FLOPs spent until then, or the hours since the run started, `log` a logarithmic value
     axis, `smooth` the half-life, in points, of an exponential moving average drawn instead of the raw mean. Unless
-    `full`, the value axis of a loss ends where the loss is after the first 3 % of training, so that later differences
-    can be seen. With `seeds`, runs that differ in their seeds only are one line: their mean, and a band of one standard
-    deviation. `points` is how many each line may have (a small chart needs fewer); the table has all that are stored.
+    `full`, the value axis of a loss leaves out its first 3 % of training, and what runs that diverged have above the
+    others, so that later differences can be seen. With `seeds`, runs that differ in their seeds only are one line:
+    their mean, and a band of one standard deviation. `points` is how many each line may have (a small chart needs
+    fewer); the table has all that are stored.
     """
     snapshot, asked = source.snapshot(), runs
     runs = _newest(snapshot, metric) if runs is None else runs
@@ -108,14 +111,13 @@ def curves(
     if empty and len(empty) < len(known):
         notes.append(f"Not logged by {', '.join(empty[:5])}{' and others' if len(empty) > 5 else ''}.")
     notes += [f"{run} is not on this axis: {why}." for run, why in list(unplaced.items())[:5]]
-    top = None if full or log or "loss" not in metric else _top(series)
-    if top is not None:
-        notes.append(START_CUT)
+    top, cut = (None, []) if full or log or "loss" not in metric else _top(series)
+    notes += cut
     if metric == "loss":
         notes += mixed_losses(known.values())
     more = [NAMES[x].partition(" (")[0]] if x in ("tokens", "flops") else []
     columns = ["run", "step", "hours", *more, "min", "mean", "max"]
-    links = {START_CUT: {"full": "1"}}
+    links = {note: {"full": "1"} for note in cut}
     return Figure(
         _title(metric, known.values()),
         _option(series, metric, x, log, top),
@@ -205,15 +207,26 @@ def _lines(
     return [below, range_, line]
 
 
-def _top(series: list[dict[str, Any]]) -> float | None:
-    """The end of the value axis that leaves out the start of training, or None if that would gain little."""
-    lines = [[value for _, value in line["data"] if value is not None] for line in series if "band" not in line]
-    long = [values for values in lines if len(values) >= MIN_POINTS_TO_CUT]
-    if not long or len(long) < len(lines):
-        return None
-    after_start = max(max(values[len(values) * 3 // 100 :]) for values in long)
-    low, high = min(min(values) for values in long), max(max(values) for values in long)
-    return rounded(after_start) if after_start - low < 0.6 * (high - low) else None
+def _top(series: list[dict[str, Any]]) -> tuple[float | None, list[str]]:
+    """The end of the value axis that leaves out runs that diverged and the start of training, and notes on what is not
+    shown; (None, []) if that would gain little.
+    """
+    lines = {
+        line["name"]: values
+        for line in series
+        if "band" not in line and (values := [value for _, value in line["data"] if value is not None])
+    }
+    if not lines:
+        return None, []
+    rest = [values for values in lines.values() if max(values) <= DIVERGED * abs(values[0])] or list(lines.values())
+    low, high = min(map(min, rest)), max(map(max, rest))
+    diverged = [name for name, values in lines.items() if max(values) > high]
+    notes = [f"Above the axis: {first_of(diverged)}."] if diverged else []
+    if min(map(len, rest)) >= MIN_POINTS_TO_CUT:
+        after_start = max(max(values[len(values) * 3 // 100 :]) for values in rest)
+        if after_start - low < 0.6 * (high - low):
+            return rounded(after_start), [*notes, START_CUT]
+    return (rounded(high), notes) if diverged else (None, [])
 
 
 def _smoothed(values: np.ndarray, half_life: int) -> list[float]:

@@ -196,6 +196,21 @@ def test_long_curves_show_the_range_and_cut_off_the_start(tmp_path):
     assert "max" not in curves(Source(str(tmp_path)), runs=["long"], log=True).option["yAxis"]
 
 
+def test_a_run_that_diverged_does_not_set_the_axis_for_the_others(tmp_path):
+    store, source = ResultsStore(Storage(str(tmp_path))), Source(str(tmp_path))
+    for run, losses in (("good", [6.0, 4.0, 3.0]), ("bad", [6.0, 4.0, 1e9]), ("worse", [6.5, 1e4]), ("one", [7.0])):
+        with store.create_run(run, {"config": {}}) as writer:
+            for step, loss in enumerate(losses):
+                writer.log(step, {"loss": loss, "grad_norm": loss})
+    found = curves(source, runs=["good", "bad", "worse", "one"])
+    assert (found.option["yAxis"]["max"], found.notes) == (7.0, ["Above the axis: bad, worse."])
+    assert found.links == {found.notes[0]: {"full": "1"}}
+    for query in ({"full": True}, {"log": True}, {"metric": "grad_norm"}):
+        assert "max" not in curves(source, runs=["good", "bad"], **query).option["yAxis"]
+    assert "max" not in curves(source, runs=["bad", "worse"]).option["yAxis"]  # nothing else to see
+    assert "max" not in curves(source, runs=["good", "one"]).option["yAxis"]
+
+
 def test_many_lines_have_fewer_points_each(tmp_path):
     store = ResultsStore(Source(str(tmp_path)).storage)
     for number in range(20):
