@@ -195,19 +195,23 @@ def test_compare_from_the_table(page, site):
     page.get_by_text("Select two or more runs").wait_for()
 
 
-@pytest.mark.parametrize(("differ", "ranked"), [("seed", {"loss", "ce"}), ("type", {"ce"}), ("loops", set())])
+@pytest.mark.parametrize(
+    ("differ", "ranked"), [("seed", {"loss", "ce"}), ("type", {"ce"}), ("loops", set()), ("steps", set())]
+)
 def test_compared_training_losses_are_ranked_where_they_are_one_quantity(page, site, differ, ranked):
-    other = {"seed": {}, "type": {"type": "exit_gate"}, "loops": {"loops": [1, 4]}}[differ]
+    other = {"type": {"type": "exit_gate"}, "loops": {"loops": [1, 4]}}.get(differ, {})
     for seed, objective in enumerate(({}, other)):
         train = {"seed": seed, "objective": {"type": "next_token"} | objective}
         with site.store.create_run(f"{differ}-{seed}", {"config": {"train": train}}) as writer:
-            writer.log(1, {"loss": 2.0 + seed, "ce": 1.0 + seed})
+            writer.log(2 if differ == "steps" and seed else 1, {"loss": 2.0 + seed, "ce": 1.0 + seed})
     page.goto(f"{site.address}/compare?runs={differ}-0,{differ}-1")
     rows = page.locator("table.compare tr")
     rows.first.wait_for()
     row = {name: rows.filter(has=page.get_by_text(name, exact=True)) for name in ("loss", "ce")}
     assert {name for name in row if row[name].locator(".best").count()} == ranked
     assert row["loss"].locator("td").count() == 2
+    last = rows.filter(has=page.get_by_text("step", exact=True)).locator("td").all_inner_texts()
+    assert last == (["1", "2"] if differ == "steps" else ["1", "1"])
 
 
 def test_compared_evaluations_say_how_sure_they_are(page, site):

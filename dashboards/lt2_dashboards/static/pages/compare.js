@@ -67,9 +67,12 @@ export function comparePage(main) {
     const apart = differ("objective.loops") ? ["loss", "ce"] : differ("objective.type") ? ["loss"] : [];
     const numbers = ({ key, values }) => {
       if (apart.includes(key)) return h("tr", {}, h("th", { scope: "row" }, key), values.map((value) => h("td", { class: "num" }, number(value))));
-      const best = bestOf(key, values);
+      const best = ["loss", "ce", "kl"].includes(key) && moved ? -1 : bestOf(key, values);
       return h("tr", {}, h("th", { scope: "row" }, key), values.map((value, index) => h("td", { class: `num${best === index ? " best" : ""}` }, number(value), delta(values, index))));
     };
+    // A training loss is of one batch: the lowest of different steps is no merit of a run.
+    const moved = new Set(trained().map(({ step }) => step)).size > 1;
+    const steps = [{ key: "step", values: body.runs.map(({ status: state, step, total }) => (state === "evaluated" ? null : total ? `${number(step)} of ${number(total)}` : number(step))) }];
     const evaluations = (row) => {
       const { key, values, errors, items, data } = row;
       const same = new Set(items.filter((count, index) => typeof values[index] === "number")).size < 2;
@@ -88,7 +91,7 @@ export function comparePage(main) {
     };
     const alike = body.elsewhere ? "External models have no settings here to compare." : "These runs have the same settings here.";
     const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, alike));
-    fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, evaluations), group("Last logged values", body.metrics, numbers))));
+    fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, evaluations), group("Last logged values", body.metrics.length ? [...steps, ...body.metrics] : [], numbers))));
     const keys = Object.keys(body.same);
     same.hidden = !keys.length;
     fill(same, h("summary", {}, `${keys.length} settings are the same`), h("dl", { class: "settings" }, keys.map((key) => [h("dt", {}, key), h("dd", {}, body.same[key])])));
