@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.across import NAMES, X, across
 from lt2_dashboards.figures.parts.chosen import mixed_losses
+from lt2_dashboards.figures.parts.names import told_apart
 from lt2_dashboards.figures.parts.seed_means import ON_ANY, by_seed, mean_lines
 from lt2_dashboards.figures.parts.store import known_runs
 from lt2_dashboards.queries import Snapshot, Source
@@ -101,11 +102,10 @@ def curves(
         if bad := int(np.sum(curve["nonfinite"].to_numpy())):
             values = "1 value is" if bad == 1 else f"{bad:,} values are"
             notes.append(f"{run}: {values} NaN or infinite and not drawn.")
-    together = _groups(runs, known, lines, seeds=seeds)
+    together, names = _groups(runs, known, lines, seeds=seeds), told_apart(snapshot, list(known))
+    band = len(runs) <= 3 and not log and not smooth
     for position, members in together:
-        series += _of_group(
-            members, position, lines, band=len(runs) <= 3 and not log and not smooth, log=log, smooth=smooth
-        )
+        series += _of_group(members, names, position, lines, band=band, log=log, smooth=smooth)
     if any(len(members) > 1 for _, members in together):
         notes.append(SEED_MEANS)
     if empty and len(empty) < len(known):
@@ -160,7 +160,14 @@ def _groups(
 
 
 def _of_group(
-    members: list[str], position: int, lines: Mapping[str, Line], *, band: bool, log: bool, smooth: int
+    members: list[str],
+    names: Mapping[str, str],
+    position: int,
+    lines: Mapping[str, Line],
+    *,
+    band: bool,
+    log: bool,
+    smooth: int,
 ) -> list[dict[str, Any]]:
     if len(members) > 1:
         points = [
@@ -168,7 +175,7 @@ def _of_group(
         ]
         if together := mean_lines(members, position, points, band=not log):
             return together
-    return [each for run in members for each in _lines(run, position, *lines[run], band=band, smooth=smooth)]
+    return [each for run in members for each in _lines(names[run], position, *lines[run], band=band, smooth=smooth)]
 
 
 def _table(found: dict[str, tuple[pa.Table, float, np.ndarray]], with_places: bool) -> list[list[Any]]:
@@ -183,7 +190,7 @@ def _table(found: dict[str, tuple[pa.Table, float, np.ndarray]], with_places: bo
 
 
 def _lines(
-    run: str, position: int, curve: pa.Table, places: np.ndarray, *, band: bool, smooth: int
+    name: str, position: int, curve: pa.Table, places: np.ndarray, *, band: bool, smooth: int
 ) -> list[dict[str, Any]]:
     banded = band and int(curve["width"].to_numpy().max()) > 1
     metric = curve["metric"][0].as_py()
@@ -193,7 +200,7 @@ def _lines(
     at = [rounded(value) if isinstance(value, float) else value for value in at]
     line = {
         "type": "line",
-        "name": run,
+        "name": name,
         "colorIndex": position,
         "showSymbol": curve.num_rows < 2,
         "data": [[a, rounded(v)] for a, v in zip(at, _smoothed(value, smooth))],
@@ -201,7 +208,7 @@ def _lines(
     if not banded:
         return [line]
     low, high = curve["min"].to_numpy(), curve["max"].to_numpy()
-    common = {"type": "line", "name": run, "stack": f"range {run}", "band": True, "colorIndex": position} | ON_ANY
+    common = {"type": "line", "name": name, "stack": f"range {name}", "band": True, "colorIndex": position} | ON_ANY
     below = {**common, "data": [[a, rounded(v)] for a, v in zip(at, low)]}
     range_ = {**common, "areaStyle": {"opacity": 0.16}, "data": [[a, rounded(v)] for a, v in zip(at, high - low)]}
     return [below, range_, line]

@@ -142,7 +142,7 @@ export function themed(option, theme, { small = false, legend = !small, width = 
       backgroundColor: theme.panel, borderColor: theme.border, borderWidth: 1, padding: [8, 10], confine: true,
       textStyle: { color: theme.text, fontSize: 12 }, extraCssText: "box-shadow: 0 4px 16px rgba(0,0,0,.18)",
       axisPointer: { type: "line", lineStyle: { color: theme.faint, type: "dashed" } },
-      formatter: (items) => tooltip([].concat(items), theme, lengths, Math.max(4, Math.min(14, Math.floor(height / 18) - 3))),
+      formatter: (items) => tooltip([].concat(items), theme, lengths, Math.max(4, Math.min(14, Math.floor(height / 18) - 3)), Math.min(260, width - 140)),
       ...rest.tooltip,
     },
     series: (rest.series ?? []).map((series) => styled(series, theme, small)),
@@ -218,7 +218,7 @@ function hollow({ symbol, itemStyle }, tint, theme) {
 
 // Built from nodes, never from markup: names of runs are text from other people. Of more than `most` values those in the
 // middle are left out: whichever way is better, the best ones are there.
-function tooltip(items, theme, lengths, most) {
+function tooltip(items, theme, lengths, most, room) {
   const box = document.createElement("div");
   const shown = items.filter((item) => item.value !== undefined && !isBand(item));
   if (!shown.length) return box;
@@ -246,7 +246,7 @@ function tooltip(items, theme, lengths, most) {
     const dot = document.createElement("span");
     dot.style.cssText = `width:8px;height:8px;border-radius:2px;background:${item.color}`;
     const name = document.createElement("span");
-    name.style.cssText = "flex:1;max-width:260px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap";
+    name.style.cssText = `flex:1;max-width:${room}px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap`;
     name.textContent = item.seriesName;
     const number = document.createElement("b");
     number.style.cssText = "font-variant-numeric:tabular-nums;font-weight:600";

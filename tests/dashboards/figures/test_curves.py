@@ -196,6 +196,17 @@ def test_long_curves_show_the_range_and_cut_off_the_start(tmp_path):
     assert "max" not in curves(Source(str(tmp_path)), runs=["long"], log=True).option["yAxis"]
 
 
+def test_runs_of_one_step_are_called_by_what_they_differ_in(tmp_path):
+    store, source = ResultsStore(Storage(str(tmp_path))), Source(str(tmp_path))
+    for run, lr in (("pretrain-1a", 1e-3), ("pretrain-2b", 2e-3), ("other-3c", 3e-3)):
+        with store.create_run(run, {"config": {"train": {"lr": lr}}}) as writer:
+            writer.log(1, {"loss": 1.0})
+    found = curves(source, runs=["pretrain-1a", "pretrain-2b", "other-3c"])
+    assert list(lines(found)) == ["pretrain-1a (lr=0.001)", "pretrain-2b (lr=0.002)", "other-3c"]
+    assert [row[0] for row in found.rows] == ["pretrain-1a", "pretrain-2b", "other-3c"]
+    assert list(lines(curves(source, runs=["pretrain-1a"]))) == ["pretrain-1a"]
+
+
 def test_a_run_that_diverged_does_not_set_the_axis_for_the_others(tmp_path):
     store, source = ResultsStore(Storage(str(tmp_path))), Source(str(tmp_path))
     for run, losses in (("good", [6.0, 4.0, 3.0]), ("bad", [6.0, 4.0, 1e9]), ("worse", [6.5, 1e4]), ("one", [7.0])):

@@ -17,7 +17,8 @@ def told_apart(snapshot: Snapshot, runs: list[str]) -> dict[str, str]:
     names: dict[str, str] = {run: run for run in runs}
     steps: dict[str, list[RunInfo]] = {}
     for run, found in snapshot.runs(runs).items():
-        steps.setdefault(run.rpartition("-")[0], []).append(found)
+        if "-" in run:  # others were named by somebody
+            steps.setdefault(run.rpartition("-")[0], []).append(found)
     for group in steps.values():
         apart = differences({run.run_id: run.config for run in group})
         for run in group if len(group) > 1 else []:
