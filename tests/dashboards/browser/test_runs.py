@@ -152,7 +152,7 @@ def test_long_names_leave_room_for_numbers(browser, tmp_path):
             page.locator(f"{wide} tr").nth(3).wait_for()
             width = page.evaluate(f"document.querySelector('{wide}').getBoundingClientRect().width")
             assert width <= 1280, path  # asked at once: Compare is drawn anew when p-values have come
-        page.set_viewport_size({"width": 500, "height": 800})  # a name stays in sight while the rest is scrolled
+        page.set_viewport_size({"width": 400, "height": 800})  # a name stays in sight while the rest is scrolled
         for path, name in (("/", "table.runs tbody th"), (f"/compare?runs={','.join(runs)}", "table.compare tbody th")):
             page.goto(address + path)
             page.locator(name).nth(1).wait_for()
