@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
@@ -26,7 +26,8 @@ def install() -> None:
     from triton.runtime import interpreter
     from triton.runtime.autotuner import Autotuner
 
-    _take_first_config(Autotuner)
+    _take_last_config(Autotuner)
+    _patch_once_a_launch(interpreter, tl)
     _give_loop_counters_a_dtype(interpreter)
     _compute_bf16_in_fp32(interpreter, tl)
 
@@ -37,13 +38,22 @@ def install() -> None:
     _rebind_gather(tl)
 
 
-def _take_first_config(autotuner: type) -> None:
-    """Autotuning times kernels on a GPU; here the first configuration that survives pruning is as good as any."""
+def _take_last_config(autotuner: type) -> None:
+    """Autotuning times kernels on a GPU; here any configuration does. Tiles grow along fla's lists, and programs, which
+    are interpreted one after the other, get fewer.
+    """
     prune = autotuner.prune_configs
-    autotuner.prune_configs = lambda self, kwargs: prune(self, kwargs)[:1]
+    autotuner.prune_configs = lambda self, kwargs: prune(self, kwargs)[-1:]
     # Triton 3.7, which PyPI's torch 2.13 brings, times one configuration too, and asks the GPU for its cache's name.
     autotuner._bench = lambda self, *args, config, **meta: [0.0]
     autotuner.check_disk_cache = lambda self, key, configs, bench: bool(bench())
+
+
+def _patch_once_a_launch(interpreter: ModuleType, tl: ModuleType) -> None:
+    """The interpreter looks through all of `tl` again whenever a kernel calls a function, a quarter of its time."""
+    patch, everything = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda kernel: patch(everything)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
 
 def _give_loop_counters_a_dtype(interpreter: ModuleType) -> None:
