@@ -18,6 +18,7 @@ LOOPBACK = "127.0.0.1"
 # Every training run would start these processes. wandb's tests ask for it; those of clusters take no RAY_* from here.
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # as `lt2 run` has it: every training waits for a look to end
 
 # Tests kill processes, never the machine: what is written is there, synced or not, and syncing took much of their time.
 os.fsync = lambda descriptor: None

@@ -42,6 +42,7 @@ def head():
             patch.delenv(name)
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
         patch.setenv("OMP_NUM_THREADS", "1")
         import ray
         from ray.cluster_utils import Cluster

@@ -25,6 +25,7 @@ from lt2_platform.wording import one_line
 
 PREFIX, OWNER = "lt2-ray-", "owner.json"
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+POLLS = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 STARTS = 3
 ANSWER_SECONDS = 5.0
 
@@ -52,6 +53,8 @@ def ray_head(num_cpus: int, *, log_to_driver: bool = False) -> Iterator[dict[str
     ours = {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     # Nobody announces that the only machine will go: no process of every training need ask for it.
     ours |= {} if WATCHER in os.environ else {WATCHER: "0"}
+    # Ray Train looks every two seconds for what few workers report, and each of them waits for it to end.
+    ours |= {} if POLLS in os.environ else {POLLS: "0.5"}
     try:
         with environment_variables(ours):  # whoever starts another Ray in this process has no such token
             import ray
