@@ -1,5 +1,5 @@
 """A tiny pretraining run and its perplexity on a dataset given with --set, held at a step until a file is there; and
-the quickstart up to its trained model."""
+the quickstart up to its trained model, held likewise."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lt2.train.loss import next_token_objective
-from lt2.train.objectives import ObjectiveConfig
+from lt2.train.objectives import NextTokenConfig, ObjectiveConfig
 from lt2_platform.evaluate.config import PerplexityConfig
 from lt2_platform.train.config import PretrainModel
 from lt2_workflows.graph import Workflow
@@ -30,7 +29,7 @@ class HeldConfig(ObjectiveConfig):
 
 
 def build_held(config: HeldConfig, train: Any) -> Any:
-    objective = next_token_objective()
+    objective = NextTokenConfig().build(train)
 
     def held(model: Any, batch: Any) -> Any:
         end = time.monotonic() + config.hold_s
@@ -64,4 +63,10 @@ def trained() -> Workflow:
 
 def quickstart() -> Workflow:
     configs = shipped.quickstart().configs
-    return Workflow("quickstart", {name: configs[name] for name in ("prepare", "pretrain")})
+    pretrain = configs["pretrain"]
+    assert isinstance(pretrain, PretrainStep)
+    assert pretrain.train.objective == NextTokenConfig()
+    train = pretrain.train.model_copy(update={"objective": HeldConfig(source=__file__)})
+    return Workflow(
+        "quickstart", {"prepare": configs["prepare"], "pretrain": pretrain.model_copy(update={"train": train})}
+    )

@@ -1,5 +1,5 @@
 """The quickstart's real prepare and pretrain, small: after kill -9 of the driver and then of a training worker, every
-bit is what two plain ranks without Ray give."""
+bit is what two plain ranks without Ray give. Training is held to a step a second until both are dead."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from tests.workflows.conftest import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-RECIPE, STEPS = f"{Path(fault_recipe.__file__)}:quickstart", 120
+RECIPE, STEPS = f"{Path(fault_recipe.__file__)}:quickstart", 24
 OVERRIDES = [
     "prepare.max_documents=40",
     "prepare.seq_len=32",
     f"pretrain.train.steps={STEPS}",
     "pretrain.train.warmup_steps=5",
     "pretrain.train.checkpoint_every=4",
+    "pretrain.train.objective.hold=5",
+    "pretrain.train.objective.hold_s=1",
     "pretrain.train.global_batch_size=4",
     "pretrain.model.dim=16",
     "pretrain.model.ffn_hidden=32",
@@ -45,8 +47,12 @@ OVERRIDES = [
 ]
 
 
+def overrides(root: Path) -> list[str]:
+    return [*OVERRIDES, f"pretrain.train.objective.gate={root / 'gate'}"]
+
+
 def start(root: Path) -> subprocess.Popen:
-    sets = [part for item in OVERRIDES for part in ("--set", item)]
+    sets = [part for item in overrides(root) for part in ("--set", item)]
     command = [sys.executable, "-m", "lt2_workflows.cli", "run", RECIPE, "--storage", str(root), *sets]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -55,7 +61,7 @@ def start(root: Path) -> subprocess.Popen:
 
 @cache  # asked every few milliseconds while a test waits
 def pretrain_folder(root: Path) -> Path:
-    return root / load_workflow(RECIPE, OVERRIDES).steps["pretrain"].folder
+    return root / load_workflow(RECIPE, overrides(root)).steps["pretrain"].folder
 
 
 def outcome(root: Path, out: Path) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
@@ -84,7 +90,7 @@ def titles_of(pid: int) -> set[str]:
 
 
 def rank_run(data: str, root: str) -> None:
-    step = load_workflow(RECIPE, OVERRIDES).configs["pretrain"]
+    step = load_workflow(RECIPE, overrides(Path(root))).configs["pretrain"]
     spec = open_run(
         PretrainConfig(model=step.model, train=step.train),
         data=data,
@@ -118,6 +124,7 @@ def test_the_driver_and_then_a_training_worker_are_killed(tmp_path):
         "ray::DatasetManager",
     }  # they cost as much as imports of Ray Train do
     os.kill(int(logged(second)[-1]), signal.SIGKILL)
+    (root / "gate").touch()
     output, _ = driver.communicate(timeout=400)
     assert driver.returncode == 0, output
     assert not logged("PlacementGroupCleaner")  # it would fill the log, see trainer.Trainer
@@ -125,6 +132,8 @@ def test_the_driver_and_then_a_training_worker_are_killed(tmp_path):
     assert 4 <= int(first) < int(last) < STEPS
 
     (data,) = root.glob("steps/prepare-*/out")
+    plain.mkdir()
+    (plain / "gate").touch()
     run_ranks(rank_run, 2, str(data), str(plain), timeout_s=400)
     weights, losses = outcome(root, pretrain_folder(root) / "out")
     expected_weights, expected_losses = outcome(plain, plain / "out")
