@@ -39,7 +39,7 @@ def test_running_trials_save_and_the_same_command_goes_on(tmp_path):
     data, root, gate = write_dataset(tmp_path / "data"), tmp_path / "storage", tmp_path / "gate"
     sets = [f"pretrain.data={data}", "pretrain.train.checkpoint_every=1000", "pretrain.resources.data_reader=direct"]
     sets += [f"pretrain.train.objective.{item}" for item in (f"gate={gate}", "hold=2", "hold_s=4")]
-    grid = ["pretrain.train.lr=[0.01, 0.003]"]
+    grid = ["pretrain.train.lr=[0.01]"]  # several at a time: below
     arguments = [RECIPE, *(part for item in sets for part in ("--set", item)), "--grid", *grid]
     trials = sweep_workflow(RECIPE, sets, grid, None, {}).configs["sweep"].expanded
     folders = [root / trial.workflow.steps["pretrain"].folder for trial in trials]
@@ -48,16 +48,16 @@ def test_running_trials_save_and_the_same_command_goes_on(tmp_path):
         return [[path.parent.name for path in folder.glob("out/checkpoints/*/COMPLETE")] for folder in folders]
 
     driver = start(root, *arguments)
-    wait_until(lambda: all((folder / "out/progress.json").exists() for folder in folders), "both trials", 600)
-    assert checkpoints() == [[], []]
+    wait_until(lambda: all((folder / "out/progress.json").exists() for folder in folders), "the trial", 600)
+    assert checkpoints() == [[]]
     os.killpg(driver.pid, signal.SIGTERM)  # of all that the driver started, none but itself is in its group
     began = time.monotonic()
     output = interrupted(root, driver, signal.SIGTERM)
     assert time.monotonic() - began < 60
     assert "sweep      saves a checkpoint and stops within 60 s; interrupt again to stop at once\n" in output
-    assert "interrupted: stopped as asked; 0 of 2 trials have ended\n" in output
+    assert "interrupted: stopped as asked; 0 of 1 trials have ended\n" in output
     saved = checkpoints()
-    assert [len(names) for names in saved] == [1, 1]
+    assert [len(names) for names in saved] == [1]
     for trial, names in zip(trials, saved):
         step = int(names[0].removeprefix("step-"))
         assert f"{trial.name}: pretrain: stopped as asked after step {step} of 40, which is saved\n" in output

@@ -160,6 +160,7 @@ def test_sigterm_to_a_worker_and_a_request_to_stop_save_and_nothing_is_lost(tmp_
     assert not stop.possible.is_set()
     assert handlers == [handler]  # Ctrl-C is the caller's, who can ask; Ray's handler would end the run unsaved
     assert not Path("/proc", str(told[0])).exists()
+    monkeypatch.undo()
     # An earlier request does not stop it.
     summary = run(tmp_path, progress=seen.append)
     assert summary["step"] == STEPS
