@@ -194,7 +194,7 @@ def test_a_sweep_whose_trials_diverged_is_json_and_reads_as_it_did(storage):
 
 
 def test_charts():
-    chart = line_chart([Line("a<b", [(0, 1.0), (10, 2.0), (20, float("nan"))])], x="step", y="loss")
+    chart = line_chart([Line("a<b", [(0, 1.0), (10, 2.0), (20, float("nan"))])], y="loss")
     tree = ElementTree.fromstring(chart)
     (line,) = tree.iter("{http://www.w3.org/2000/svg}polyline")
     (x0, y0), (x1, y1) = (map(float, pair.split(",")) for pair in line.get("points").split())
@@ -206,11 +206,11 @@ def test_charts():
     many = dot_chart(names, [Dots("ours", [1.0] * 16, [None] * 16)], y="PPL")
     assert all(f">{name}</text>" in many for name in names)  # upright, where they have no room beside each other
     with pytest.raises(ValueError, match="no finite point"):
-        line_chart([Line("a", [(0, float("inf"))])], x="", y="")
+        line_chart([Line("a", [(0, float("inf"))])], y="")
 
 
 def test_a_single_logged_step_is_a_dot_at_a_whole_number():
-    tree = ElementTree.fromstring(line_chart([Line("short", [(6, 0.5), (7, float("nan"))])], x="step", y="loss"))
+    tree = ElementTree.fromstring(line_chart([Line("short", [(6, 0.5), (7, float("nan"))])], y="loss"))
     of = lambda tag: list(tree.iter(f"{{http://www.w3.org/2000/svg}}{tag}"))  # noqa: E731
     assert (len(of("circle")), len(of("polyline"))) == (1, 0)
     ticks = [text.text for text in of("text") if text.get("text-anchor") == "middle"]
@@ -224,7 +224,7 @@ def test_tokens_per_second_have_no_ten_thousandths():
 
 
 def test_each_of_the_lines_in_a_chart_looks_like_no_other_and_like_its_legend():
-    chart = ElementTree.fromstring(line_chart([Line(f"r{i}", [(0, i), (1, i)]) for i in range(16)], x="step", y="loss"))
+    chart = ElementTree.fromstring(line_chart([Line(f"r{i}", [(0, i), (1, i)]) for i in range(16)], y="loss"))
     of = lambda tag: list(chart.iter(f"{{http://www.w3.org/2000/svg}}{tag}"))  # noqa: E731
     look = lambda element: (element.get("stroke"), element.get("stroke-dasharray"))  # noqa: E731
     lines = [look(line) for line in of("polyline")]

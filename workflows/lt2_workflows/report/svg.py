@@ -32,15 +32,15 @@ class Dots:
     hollow: bool = False
 
 
-def line_chart(lines: Sequence[Line], *, x: str, y: str) -> str:
-    """All lines on one pair of axes, with a legend. Raises ValueError when there is no finite point."""
+def line_chart(lines: Sequence[Line], *, y: str) -> str:
+    """All lines over their steps on one pair of axes, with a legend. Raises ValueError when there is no finite point."""
     kept = [Line(line.name, [p for p in line.points if all(map(math.isfinite, p))]) for line in lines]
     points = [point for line in kept for point in line.points]
     if not points:
         raise ValueError("no finite point to draw")
-    at = [p[0] for p in points]
-    x_axis, y_axis = Axis.of(at, whole=all(float(x).is_integer() for x in at)), Axis.of([p[1] for p in points])
-    parts = [*_frame(y_axis, x, y), *_x_ticks(x_axis)]
+    steps, values = zip(*points)
+    x_axis, y_axis = Axis.of(steps, whole=all(float(step).is_integer() for step in steps)), Axis.of(values)
+    parts = [*_frame(y_axis, "step", y), *_x_ticks(x_axis)]
     for index, line in enumerate(kept):
         if len(line.points) == 1:  # a line through it would not be seen
             ((a, b),) = line.points

@@ -228,7 +228,7 @@ def curve_parts(store: ResultsStore, runs: Mapping[str, str]) -> Iterator[Plot]:
             if metric == "loss" and len(kinds := sorted({objective_of(config) for config in configs})) > 1:
                 label += f" of different objectives ({', '.join(kinds)})"
             left_out = f", the first {MAX_LINES} of {len(runs)}" if len(runs) > MAX_LINES else ""
-            yield Plot(line_chart(drawn, x="step", y=label), f"{label} by step{left_out}")
+            yield Plot(line_chart(drawn, y=label), f"{label} by step{left_out}")
 
 
 def sweep_parts(store: ResultsStore, sweep: Mapping[str, Any]) -> Iterator[Part]:
