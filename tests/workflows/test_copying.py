@@ -50,6 +50,7 @@ def test_a_copy_is_as_if_it_had_been_run_there(source, target):
     assert records.list_workflows(target)[0]["steps"][1]["state"] == "done"
     assert target.read_bytes("steps/train-1/out/made") == source.read_bytes("steps/train-1/out/made")
     assert target.read_bytes("steps/train-1/attempts/1/log") == b"said"
+    assert sorted(target.list("steps/train-1")) == ["attempts", "done.json", "out", "spec.json"]
     assert target.read_bytes("evals/train-1/eval-1/samples/x.jsonl") == b"{}"
     ours, theirs = ResultsStore(source), ResultsStore(target)
     assert values(theirs, "train-1", "loss") == {1: 2.0, 2: 1.5}
@@ -83,6 +84,10 @@ def test_what_the_target_has_of_its_own_stays(source, tmp_path):
     assert target.sizes("steps/train-1/out") == source.sizes("steps/train-1/out")
     assert target.read_json("steps/train-1/done.json") == DONE | {"attempt": 2}
     assert set(ResultsStore(target).index().runs) == {"train-1", "other-1"}
+    with ResultsStore(target).create_run("train-1", {"config": {"lr": 0.1}}) as run:
+        run.log(3, {"loss": 1.0})
+    copied(source, target)
+    assert ResultsStore(target).run("train-1").last["loss"] == (3, 1.0)  # the later word
 
 
 def test_a_copy_that_is_killed_leaves_no_step_that_looks_done(source, tmp_path, monkeypatch):

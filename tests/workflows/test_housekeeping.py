@@ -124,6 +124,12 @@ def test_a_step_that_no_workflow_has(storage):
     assert Deletion.of(storage, "train-1") == Deletion(("train-1",), (), {})
 
 
+def test_an_unfinished_workflow_does_not_keep_itself(storage):
+    step(storage, "train-1", done=False)
+    workflow(storage, "a-1", "train-1", steps={"train": {"start": storage.join("steps/train-1/out")}})
+    assert Deletion.of(storage, "a-1").steps == ("train-1",)
+
+
 def test_a_running_step_stays(storage, monkeypatch):
     workflow(storage, "a-1", "train-1", "eval-1")
     step(storage, "eval-1", done=False, released=False)
