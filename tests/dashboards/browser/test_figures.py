@@ -268,6 +268,12 @@ def test_a_figures_parameters_are_its_address(page, site):
     page.get_by_text("Choose runs").click()
     page.get_by_label("hybrid-2").check()
     page.wait_for_url("**/figures/cost_vs_length?runs=hybrid-2")
+    site.store.log_eval("full-1", "note", [{"note": "the baseline", "time": 1.0}])
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{site.address}/figures/cost_vs_length")
+    page.get_by_text("Choose runs").click()
+    page.get_by_label("full-1 the baseline").check()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390  # all of the list is on a phone's screen
 
 
 def test_a_table_asked_for_before_its_numbers_arrive(page, site):

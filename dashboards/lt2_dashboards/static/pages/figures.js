@@ -57,7 +57,7 @@ export function figurePage(main, name) {
     known = found?.parameters ?? [];
     drawForm();
     if (known.some((parameter) => parameter.name === "runs")) {
-      get("/api/runs").then((answer) => { runs = answer.body.rows.slice(0, NEWEST).map((row) => row.run); if (!left) drawForm(); }, () => {}); // without the list, names can still be typed
+      get("/api/runs").then((answer) => { runs = answer.body.rows.slice(0, NEWEST); if (!left) drawForm(); }, () => {}); // without the list, names can still be typed
     }
   }, () => {}); // the chart itself says what is wrong
 
@@ -87,5 +87,5 @@ function picker(runs) {
     setParams({ runs: (now.includes(run) ? now.filter((other) => other !== run) : [...now, run]).join(",") });
   };
   return h("details", { class: "menu" }, h("summary", {}, "Choose runs"), h("div", { class: "sheet left" },
-    runs.map((run) => h("label", {}, h("input", { type: "checkbox", checked: chosen.includes(run), onchange: () => toggle(run) }), run))));
+    runs.map(({ run, note, workflow }) => h("label", {}, h("input", { type: "checkbox", checked: chosen.includes(run), onchange: () => toggle(run) }), `${run} `, h("small", { class: "faint" }, note || workflow)))));
 }
