@@ -33,7 +33,7 @@ class Dots:
 
 
 def line_chart(lines: Sequence[Line], *, y: str) -> str:
-    """All lines over their steps on one pair of axes, with a legend. Raises ValueError when there is no finite point."""
+    """All lines over their steps on one pair of axes, with a legend. Raises ValueError if no point is finite."""
     kept = [Line(line.name, [p for p in line.points if all(map(math.isfinite, p))]) for line in lines]
     points = [point for line in kept for point in line.points]
     if not points:
