@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -19,8 +20,11 @@ from urllib.parse import parse_qs
 from lt2.config import ConfigError
 
 COOKIE = "lt2_session"
+WANTED = "lt2_wanted"  # the page that somebody asked for before being let in: logging in leads there
 MAX_SESSIONS = 1_000
 LOGIN = "/login"
+PAGE = re.compile(r"/(?!/)[\w.~!$&'()*+/:=?@%-]*", re.ASCII)  # a path of this server, and nothing that ends a cookie
+MOST_OF_A_COOKIE = 3_000  # bytes; browsers take 4,096
 
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -87,7 +91,7 @@ class Access:
         if self.mode == "none":
             # Without a secret, a web page that points its own name at 127.0.0.1 must not read along.
             return is_local_name(headers.get("host", ""))
-        session = _cookie(headers.get("cookie", ""))
+        session = _cookie(headers.get("cookie", ""), COOKIE)
         return any(hmac.compare_digest(session.encode(), known.encode()) for known in self.sessions)
 
 
@@ -123,12 +127,27 @@ def write_private(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _cookie(header: str) -> str:
+def _cookie(header: str, wanted: str) -> str:
     for item in header.split(";"):
         name, _, value = item.strip().partition("=")
-        if name == COOKIE:
+        if name == wanted:
             return value
     return ""
+
+
+def _header(scope: Scope, name: str) -> str:
+    return next(
+        (value.decode("latin-1") for key, value in scope["headers"] if key.decode("latin-1").lower() == name), ""
+    )
+
+
+def _asked(scope: Scope) -> str:
+    """The page that a browser asks for, as a path of this server with its query; "" for anything else."""
+    path = (scope.get("raw_path") or b"").decode("latin-1").partition("?")[0]
+    query = scope["query_string"].decode("latin-1")
+    page = (f"{path}?{query}" if query else path).replace(",", "%2C")
+    fits = PAGE.fullmatch(page) is not None and len(page) < MOST_OF_A_COOKIE
+    return page if fits and "text/html" in _header(scope, "accept") else ""
 
 
 class Guard:
@@ -156,14 +175,17 @@ class Guard:
             return await self._login(scope, send_with_headers)
         if self.access.admits(scope):
             return await self.app(scope, receive, send_with_headers)
-        return await _answer(send_with_headers, 401, self._how_to_enter())
+        page = _asked(scope)
+        wanted = f"{WANTED}={page}; HttpOnly; SameSite=Lax; Path={LOGIN}; Max-Age=3600".encode()
+        return await _answer(send_with_headers, 401, self._how_to_enter(), [(b"set-cookie", wanted)] * bool(page))
 
     async def _login(self, scope: Scope, send: Send) -> None:
         token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         session = self.access.exchange(token)
         if session is None and not self.access.admits(scope):
             return await _answer(send, 401, self._how_to_enter())
-        headers = [(b"location", b"/")]
+        wanted = _cookie(_header(scope, "cookie"), WANTED)
+        headers = [(b"location", wanted.encode() if PAGE.fullmatch(wanted) else b"/")]
         if session is not None:
             secure = "; Secure" if scope.get("scheme") == "https" else ""
             headers.append((b"set-cookie", f"{COOKIE}={session}; HttpOnly; SameSite=Lax; Path=/{secure}".encode()))

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from lt2.config import ConfigError
 from lt2_dashboards.app import create_app, listen, serve
-from lt2_dashboards.auth import COOKIE, Access, check_bind, is_local_name, is_loopback
+from lt2_dashboards.auth import COOKIE, WANTED, Access, check_bind, is_local_name, is_loopback
 
 PAGES = (
     "/",
@@ -57,6 +57,30 @@ def test_the_token_buys_one_cookie(guarded, access, root):
     assert other.get("/login", params={"token": token}).status_code == 401  # used up
     assert other.get("/login", params={"token": access.token}).status_code == 303  # its successor, in the file
     assert (access.token_file.read_text()).strip() == access.token
+
+
+BROWSER = {"accept": "text/html,application/xhtml+xml"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "lands"),
+    [
+        ("/compare?runs=a,b&by=step", "/compare?runs=a%2Cb&by=step"),
+        ("/runs/full-1", "/runs/full-1"),
+        ("//elsewhere.org/runs", "/"),  # a browser takes this for another host
+        ("/runs/a;b", "/"),
+        ("/runs/" + "a" * 5_000, "/"),
+    ],
+)
+def test_logging_in_leads_to_the_page_that_was_asked_for(guarded, access, asked, lands):
+    assert guarded.get(f"http://127.0.0.1:8787{asked}", headers=BROWSER).status_code == 401
+    assert guarded.get("/login", params={"token": access.token}).headers["location"] == lands
+
+
+def test_only_pages_are_remembered_and_no_other_host_is_led_to(guarded, access):
+    assert "set-cookie" not in guarded.get("/api/runs").headers
+    made_up = {"cookie": f"{WANTED}=//elsewhere.org"}
+    assert guarded.get("/login", params={"token": access.token}, headers=made_up).headers["location"] == "/"
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "é", "\x00", "a" * 50_000])
