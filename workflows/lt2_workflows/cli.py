@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lt2_platform.wording import printable
-from lt2_workflows.commands import clusters, diagnosis, evaluation, jobs, models, packs, records, space, sweeps
+from lt2_workflows.commands import clusters, diagnosis, evaluation, housekeeping, jobs, models, packs, records, sweeps
 from lt2_workflows.commands.doctor import doctor
 from lt2_workflows.commands.export import export
 from lt2_workflows.commands.generate import generate
@@ -175,9 +175,9 @@ app.command()(records.status)
 app.command()(records.report)
 app.command()(records.results)
 app.command()(records.note)
-app.command()(space.space)
-app.command()(space.delete)
-app.command()(space.copy)
+app.command()(housekeeping.space)
+app.command()(housekeeping.delete)
+app.command()(housekeeping.copy)
 app.command()(generate)
 app.command("check-mixer")(models.check_mixer)
 app.command()(export)

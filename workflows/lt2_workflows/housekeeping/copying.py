@@ -11,7 +11,7 @@ from lt2_platform.storage import copy_files
 from lt2_workflows.engine.hold import INCOMPLETE, check_idle, hold
 from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import json_bytes
-from lt2_workflows.housekeeping import named, read_dags
+from lt2_workflows.housekeeping.dags import named, read_dags
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage

@@ -8,13 +8,13 @@ from typer.testing import CliRunner
 from lt2.config import ConfigError
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-from lt2_workflows import copying
 from lt2_workflows.cli import app
-from lt2_workflows.copying import COPIED, THERE, UNFINISHED, copy_workflow
 from lt2_workflows.engine import records
-from lt2_workflows.housekeeping import Deletion, delete
+from lt2_workflows.housekeeping import copying
+from lt2_workflows.housekeeping.copying import COPIED, THERE, UNFINISHED, copy_workflow
+from lt2_workflows.housekeeping.deletion import Deletion, delete
 from tests.platform.conftest import values
-from tests.workflows.test_housekeeping import DONE, files, step, workflow
+from tests.workflows.housekeeping.stores import DONE, files, step, workflow
 
 
 @pytest.fixture

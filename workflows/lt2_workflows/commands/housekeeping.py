@@ -15,7 +15,7 @@ def space(json_: JsonOption = False, storage: StorageOption = None) -> None:
     from lt2_platform.wording import first_of, size
     from lt2_workflows.commands.records import readable
     from lt2_workflows.console import as_json, table
-    from lt2_workflows.housekeeping import usage
+    from lt2_workflows.housekeeping.usage import usage
 
     root = readable(storage)
     rows = usage(root)
@@ -51,8 +51,9 @@ def delete(
     from lt2.config import ConfigError
     from lt2_platform.wording import first_of, size
     from lt2_workflows.commands.records import readable
-    from lt2_workflows.housekeeping import Deletion, usage
-    from lt2_workflows.housekeeping import delete as delete_all
+    from lt2_workflows.housekeeping.deletion import Deletion
+    from lt2_workflows.housekeeping.deletion import delete as delete_all
+    from lt2_workflows.housekeeping.usage import usage
 
     root = readable(storage)
     deletion = Deletion.of(root, workflow)
@@ -81,7 +82,7 @@ def copy(
     from lt2.config import ConfigError
     from lt2_platform.storage import Storage
     from lt2_workflows.commands.records import readable
-    from lt2_workflows.copying import copy_workflow
+    from lt2_workflows.housekeeping.copying import copy_workflow
 
     source, target = readable(storage), Storage(to)
     if source == target:

@@ -1,4 +1,4 @@
-"""What takes the room in a storage root, and deleting workflows: what goes, what stays, and what a kill leaves."""
+"""Deleting workflows: what goes, what stays, and what a kill leaves."""
 
 from __future__ import annotations
 
@@ -11,52 +11,16 @@ from typer.testing import CliRunner
 from lt2.config import ConfigError
 from lt2_platform.fence import OvertakenError
 from lt2_platform.storage import Storage
-from lt2_platform.wording import size
 from lt2_workflows.cli import app
 from lt2_workflows.engine import hold, records
 from lt2_workflows.engine.hold import check_idle, clear
-from lt2_workflows.housekeeping import Deletion, delete, usage
-
-DONE = {"attempt": 1, "ended": 5.0, "result": {}, "provenance": {}}
-LEASE = {
-    "released": True,
-    "beat": 3,
-    "time": 4e9,
-    "ttl_s": 30.0,
-    "host": "h",
-    "pid": 1,
-    "machine": "other",
-    "start": "1",
-}
+from lt2_workflows.housekeeping.deletion import Deletion, delete
+from tests.workflows.housekeeping.stores import DONE, LEASE, files, step, workflow
 
 
 @pytest.fixture
 def storage(request, tmp_path):
     return Storage(request.getfixturevalue("s3_root") if getattr(request, "param", "") == "s3" else str(tmp_path))
-
-
-def step(storage, step_id, *, done=True, made=1000, **lease):
-    """A step with one attempt that ended, `made` bytes of output."""
-    folder = f"steps/{step_id}"
-    storage.write_json(f"{folder}/spec.json", {"needs": {}, "config": {}})
-    storage.write_json(records.lease_path(folder, 1), LEASE | lease)
-    storage.write_json(f"{folder}/attempts/1/state.json", {"state": "done" if done else "failed"})
-    storage.write_bytes(f"{folder}/out/made", b"x" * made)
-    if done:
-        storage.write_json(f"{folder}/done.json", DONE)
-
-
-def workflow(storage, workflow_id, *ids, name=None, **fields):
-    """Its record; a step that is not there yet is made."""
-    for step_id in ids:
-        if not storage.exists(f"steps/{step_id}"):
-            step(storage, step_id)
-    dag = {"workflow": name or workflow_id, "ids": {each.split("-")[0]: each for each in ids}, **fields}
-    storage.write_bytes(f"workflows/{workflow_id}/dag.json", records.json_bytes(dag))  # in the recipe's order
-
-
-def files(storage, folder):
-    return sorted(storage.sizes(folder))
 
 
 @pytest.mark.parametrize("storage", ["local", "s3"], indirect=True)
@@ -189,35 +153,6 @@ def test_a_deletion_that_is_killed_is_ended_by_the_next_attempt_or_the_same_comm
     assert files(storage, "") == ["steps/train-1/attempts/3/lease.json"]
 
 
-def test_what_takes_the_room(storage):
-    workflow(storage, "a-1", "prepare-0", "train-1")
-    workflow(storage, "b-1", "prepare-0")
-    step(storage, "lost-1", done=False, made=50_000)
-    storage.write_bytes("runs/first/checkpoints/step-1/data", b"x" * 90_000)
-    storage.write_bytes("runs/train-1/metrics/part", b"x" * 10)
-    storage.write_bytes("results/tables/t", b"x" * 10)
-    storage.write_json("steps/gone-1/attempts/2/lease.json", LEASE)
-    rows = {row["what"]: row for row in usage(storage)}
-    assert list(rows)[:2] == ["runs/first", "steps/lost-1"]
-    assert rows["steps/prepare-0"]["workflows"] == ["a-1", "b-1"]
-    assert (rows["steps/prepare-0"]["state"], rows["steps/prepare-0"]["ended"]) == ("done", 5.0)
-    assert (rows["steps/lost-1"]["state"], rows["steps/lost-1"]["workflows"]) == ("failed", [])
-    assert (rows["numbers"]["bytes"], rows["numbers"]["files"]) == (20, 2)
-    assert rows["what is left of deleted steps"]["files"] == 1
-    assert sum(row["bytes"] for row in rows.values()) == sum(storage.sizes().values())
-
-
-def test_damaged_records_hide_no_sizes(storage, caplog):
-    workflow(storage, "a-1", "train-1")
-    storage.write_bytes("steps/train-1/done.json", b"{")
-    storage.write_bytes("workflows/b-1/dag.json", b"{")
-    rows = {row["what"]: row for row in usage(storage)}
-    assert (rows["steps/train-1"]["state"], rows["steps/train-1"]["workflows"]) == ("unreadable", ["a-1"])
-    assert "b-1/dag.json is not readable" in caplog.text
-    delete(storage, Deletion(("train-1",), ("a-1",), {}))  # a step's own damage does not keep it
-    assert files(storage, "steps/train-1") == ["steps/train-1/attempts/2/lease.json"]
-
-
 def test_the_commands(storage):
     workflow(storage, "a-1", "train-1", name="a")
     run = CliRunner().invoke
@@ -233,10 +168,3 @@ def test_the_commands(storage):
         "deleted steps/train-1",
         "deleted workflows/a-1",
     ]
-
-
-@pytest.mark.parametrize(
-    ("bytes_", "shown"), [(0, "0B"), (982, "982B"), (716_000, "716kB"), (1.2e9, "1.2GB"), (3e13, "30TB")]
-)
-def test_sizes_in_words(bytes_, shown):
-    assert size(bytes_) == shown
