@@ -6,6 +6,7 @@
     steps/<name>-<fp8>/attempts/<n>/log           everything it printed
     steps/<name>-<fp8>/done.json                  created exclusively when an attempt succeeds; holds its result
     steps/<name>-<fp8>/out/                       what it made
+    steps/<name>-<fp8>/incomplete.json            while that is being deleted or copied (engine/hold.py)
     workflows/<id>/dag.json                       the resolved recipe, which can be replayed
     workflows/<id>/recipe.py                      the newest driver's recipe file, if it is not a shipped one
     workflows/<id>/files/<path>                   its Python files that configs name by this relative path
