@@ -39,8 +39,9 @@ def export(
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
     check_template(template)
     logging.disable_progress_bar()  # each of the checks loads what was written
-    place = resolve(find_checkpoint(Storage(storage), checkpoint))
+    place = find_checkpoint(Storage(storage), checkpoint)
     check_writable(folder)
+    place = resolve(place)
     model, _, tokenizer = load_model(place)
     info = read_info(place)
     known = tokenizer.get("chat_templates", [])
