@@ -104,14 +104,19 @@ class StepType:
 STEP_TYPES: dict[str, StepType] = {}
 
 
-def step_type(config: type[StepConfig], **hooks: Callable[..., Any]):
-    """Register the decorated `run(config, context) -> result` as the code of steps with this config.
-
-    hooks: the optional fields of StepType, by name.
-    """
+def step_type(
+    config: type[StepConfig],
+    *,
+    check: Callable[[Any], None] | None = None,
+    describe: Callable[[Any, Any], str] | None = None,
+    outdated: Callable[[Any, Any], str] | None = None,
+    places: Callable[[Any, Any], Iterable[Place]] | None = None,
+    fits: Callable[[Any, Any], None] | None = None,
+):
+    """Register the decorated `run(config, context) -> result` as the code of steps with this config; see StepType."""
 
     def register(run: Callable[[Any, Any], dict[str, Any]]):
-        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, **hooks)
+        STEP_TYPES[config.model_fields["type"].default] = StepType(config, run, check, describe, outdated, places, fits)
         return run
 
     return register

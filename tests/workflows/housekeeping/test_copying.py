@@ -117,6 +117,15 @@ def test_a_step_that_runs_there_is_not_touched(source, tmp_path, monkeypatch):
     assert files(target, "steps/prepare-0") == []
 
 
+def test_a_step_that_ends_there_meanwhile_is_left_as_it_is(source, tmp_path, monkeypatch):
+    target = Storage(str(tmp_path / "theirs"))
+    monkeypatch.setattr(copying, "check_idle", lambda *_: step(target, "train-1", made=7))
+    copied(source, target)
+    assert target.sizes("steps/train-1/out") == {"steps/train-1/out/made": 7}
+    assert target.read_json("steps/train-1/done.json") == DONE
+    assert "incomplete.json" not in target.list("steps/train-1")
+
+
 def test_a_sweep_takes_its_trials_along_and_can_then_be_deleted_here(source, tmp_path):
     target = Storage(str(tmp_path / "theirs"))
     workflow(source, "s-1", "prepare-0", "sweep-1")

@@ -58,6 +58,9 @@ def _copy_step(source: Storage, target: Storage, step_id: str) -> None:
     done = read_record(source, f"{folder}/done.json")
     assert done is not None
     with hold(target, step_id) as attempt:
+        if target.is_file(f"{folder}/done.json"):  # an attempt there has ended since we looked
+            target.delete(f"{folder}/{INCOMPLETE}")
+            return
         target.delete(f"{folder}/out")  # of attempts that did not end
         paths = source.sizes(f"{folder}/out")
         copy_files(source, target, list(paths))
