@@ -84,7 +84,7 @@ class Access:
 
     def admits(self, scope: Scope) -> bool:
         """True if this request may see results."""
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = _headers(scope)
         peer = (scope.get("client") or ("",))[0]
         if peer in self.trusted_proxies and headers.get(self.proxy_header.lower()):
             return True
@@ -135,10 +135,8 @@ def _cookie(header: str, wanted: str) -> str:
     return ""
 
 
-def _header(scope: Scope, name: str) -> str:
-    return next(
-        (value.decode("latin-1") for key, value in scope["headers"] if key.decode("latin-1").lower() == name), ""
-    )
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def _asked(scope: Scope) -> str:
@@ -147,7 +145,7 @@ def _asked(scope: Scope) -> str:
     query = scope["query_string"].decode("latin-1")
     page = (f"{path}?{query}" if query else path).replace(",", "%2C")
     fits = PAGE.fullmatch(page) is not None and len(page) < MOST_OF_A_COOKIE
-    return page if fits and "text/html" in _header(scope, "accept") else ""
+    return page if fits and "text/html" in _headers(scope).get("accept", "") else ""
 
 
 class Guard:
@@ -184,7 +182,7 @@ class Guard:
         session = self.access.exchange(token)
         if session is None and not self.access.admits(scope):
             return await _answer(send, 401, self._how_to_enter())
-        wanted = _cookie(_header(scope, "cookie"), WANTED)
+        wanted = _cookie(_headers(scope).get("cookie", ""), WANTED)
         headers = [(b"location", wanted.encode() if PAGE.fullmatch(wanted) else b"/")]
         if session is not None:
             secure = "; Secure" if scope.get("scheme") == "https" else ""

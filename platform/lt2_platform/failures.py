@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -32,6 +33,14 @@ def portable(error: Exception, dumps: Callable[[Any], bytes] = pickle.dumps) -> 
     for note in getattr(error, "__notes__", ()):
         told.add_note(note)
     return told
+
+
+def as_value(error: Exception) -> Exception:
+    """`portable(error)`, for what Ray Data runs, with where it was raised as a note. It travels as a value: raised
+    there it would come back wrapped, its type lost in a text.
+    """
+    error.add_note("".join(traceback.format_exception(error)))
+    return portable(error)
 
 
 def portably(function: Function) -> Function:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -28,7 +26,6 @@ from lt2_platform.s3_keys import S3, delete_keys, has_key, put_if_absent
 from lt2_platform.storage_errors import CHOOSE, STORAGE_ERRORS, notes_root, noting, refusal, telling_if_slow
 
 ARROW_ATTEMPTS = 8
-COPY_THREADS, COPY_BYTES = 8, 2**24
 
 
 def default_root() -> str:
@@ -282,17 +279,6 @@ class Storage:
             self.delete(probe)
         except STORAGE_ERRORS as error:
             raise refusal(self.root, "written", error) from error
-
-
-def copy_files(source: Storage, target: Storage, paths: Sequence[str]) -> None:
-    """Copy files to the same paths under another root, some at a time."""
-
-    def copy(path: str) -> None:
-        with source.open(path) as read, target.writer(path) as write:
-            shutil.copyfileobj(read, write, COPY_BYTES)
-
-    with ThreadPoolExecutor(COPY_THREADS) as pool:
-        list(pool.map(copy, paths))  # raises what one of them raised
 
 
 def _json_bytes(value: Any) -> bytes:

@@ -22,9 +22,8 @@ STORAGE_ERRORS = (OSError, BotoCoreError, ClientError)
 
 PATIENCE_SECONDS = 900.0  # as checkpoints wait for storage (train.save_patience_s)
 LONGEST_PAUSE_SECONDS = 60.0
-SLOW_SECONDS = (
-    20.0  # then whoever waits is told what for: the S3 client itself gives up after minutes, and says nothing
-)
+# Then whoever waits is told what for: the S3 client itself gives up after minutes, and says nothing.
+SLOW_SECONDS = 20.0
 
 CHOOSE = "choose another with --storage or LT2_STORAGE"
 _NOTE = "storage root: "

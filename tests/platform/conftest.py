@@ -23,6 +23,18 @@ def local(tmp_path) -> ResultsStore:
     return ResultsStore(Storage(str(tmp_path / "store")))
 
 
+@pytest.fixture(params=["local", "s3"])
+def root(request, tmp_path):
+    if request.param == "local":
+        return str(tmp_path / "root")
+    return request.getfixturevalue("s3_root")
+
+
+@pytest.fixture
+def storage(root):
+    return Storage(root)
+
+
 def values(store: ResultsStore, run_id: str, metric: str) -> dict[int, float]:
     table = store.metrics(run_id, [metric])
     return dict(zip(table["step"].to_pylist(), table["value"].to_pylist()))

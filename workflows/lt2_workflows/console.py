@@ -124,6 +124,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def utc(seconds: float | None) -> str:
+    """'2026-11-30 11:05' of unix seconds; "" for None."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+
+
 def number(value: float) -> str:
     """A number in a table: five digits; from a thousand on with separators and at most two decimals."""
     return f"{value:,.{0 if value.is_integer() else 2}f}" if abs(value) >= 1000 else f"{value:.5g}"

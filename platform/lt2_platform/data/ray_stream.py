@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from lt2_platform.data.stream import WINDOW_BLOCKS, PackedDataset, check_not_empty, indices_at, read_ahead, share_of
 from lt2_platform.data.units import ROW_GROUP
-from lt2_platform.failures import portable
+from lt2_platform.failures import as_value
 
 CHUNK_BYTES = 32 * 2**20
 SEGMENT = 256  # chunks of one execution: planning all of a long run at once would take seconds
@@ -133,7 +132,6 @@ def _read(share: Share, chunk: dict[str, np.ndarray]) -> dict[str, Any]:
     (number,) = chunk["chunk"]
     try:
         found = _dataset(share.uri, share.fingerprint).batch(share.indices(int(number) * share.chunk, share.chunk))
-    except Exception as error:  # noqa: BLE001  raised here, it would reach the worker wrapped, its type lost in a text
-        error.add_note("".join(traceback.format_exception(error)))
-        return {"error": np.array([pickle.dumps(portable(error))], dtype=object)}
+    except Exception as error:  # noqa: BLE001  raised again by the worker
+        return {"error": np.array([pickle.dumps(as_value(error))], dtype=object)}
     return {**found, "tokens": found["tokens"].astype(np.int32)}

@@ -6,12 +6,11 @@ import functools
 import logging
 import os
 import pickle
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lt2_platform.failures import portable
+from lt2_platform.failures import as_value
 from lt2_platform.fence import FENCE
 
 
@@ -89,7 +88,6 @@ def grouped(count: int, lanes: int) -> Iterator[tuple[int, int]]:
 
 
 def _call(call: bytes, row: dict[str, Any]) -> dict[str, Any]:
-    """A failure travels as a value: as an exception it would come back wrapped, its type lost in a text."""
     function, shared, fence = pickle.loads(call)
     if fence is not None:
         os.environ[FENCE] = fence  # of this worker, which is of our job alone
@@ -98,8 +96,7 @@ def _call(call: bytes, row: dict[str, Any]) -> dict[str, Any]:
         for item in pickle.loads(row["items"]):
             found.append(function(item, shared))
     except Exception as error:
-        error.add_note("".join(traceback.format_exception(error)))
-        failure = portable(error)
+        failure = as_value(error)
     return {"results": pickle.dumps((failure, found))}
 
 

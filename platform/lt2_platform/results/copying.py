@@ -6,8 +6,9 @@ import json
 from collections.abc import Collection
 from itertools import groupby
 
+from lt2_platform.copying import copy_missing
 from lt2_platform.results.index import compact_when_long, read_index, write_eval_journal, write_journal
-from lt2_platform.storage import Storage, copy_files
+from lt2_platform.storage import Storage
 
 
 def copy_runs(source: Storage, target: Storage, run_ids: Collection[str]) -> None:
@@ -17,7 +18,7 @@ def copy_runs(source: Storage, target: Storage, run_ids: Collection[str]) -> Non
     """
     ours, theirs = read_index(source), read_index(target)
     for run_id in sorted(run_ids):
-        copy_files(source, target, [path for path in source.sizes(f"runs/{run_id}") if not target.is_file(path)])
+        copy_missing(source, target, f"runs/{run_id}")
         run, known = ours.runs.get(run_id), theirs.runs.get(run_id)
         if run is not None and (known is None or known.updated < run.updated):
             write_journal(target, run)

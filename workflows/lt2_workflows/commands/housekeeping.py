@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ def space(json_: JsonOption = False, storage: StorageOption = None) -> None:
     """Show what takes the room in a storage root, largest first: steps, who has them, runs of torchrun, numbers."""
     from lt2_platform.wording import first_of, size
     from lt2_workflows.commands.records import readable
-    from lt2_workflows.console import as_json, table
+    from lt2_workflows.console import as_json, table, utc
     from lt2_workflows.housekeeping.usage import usage
 
     root = readable(storage)
@@ -26,7 +25,7 @@ def space(json_: JsonOption = False, storage: StorageOption = None) -> None:
         row
         | {
             "size": size(row["bytes"]),
-            "ended (UTC)": "" if row["ended"] is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(row["ended"])),
+            "ended (UTC)": utc(row["ended"]),
             "workflows": first_of(row["workflows"], 2),
         }
         for row in rows
@@ -53,18 +52,17 @@ def delete(
     from lt2_workflows.commands.records import readable
     from lt2_workflows.housekeeping.deletion import Deletion
     from lt2_workflows.housekeeping.deletion import delete as delete_all
-    from lt2_workflows.housekeeping.usage import usage
 
     root = readable(storage)
     deletion = Deletion.of(root, workflow)
-    bytes_ = {row["what"]: row["bytes"] for row in usage(root)}
+    bytes_ = {step_id: sum(root.sizes(f"steps/{step_id}").values()) for step_id in (*deletion.steps, *deletion.kept)}
     for step_id in deletion.steps:
-        typer.echo(f"deletes  {size(bytes_.get(f'steps/{step_id}', 0)):>8}  steps/{step_id}")
+        typer.echo(f"deletes  {size(bytes_[step_id]):>8}  steps/{step_id}")
     for step_id, users in deletion.kept.items():
-        typer.echo(f"keeps    {size(bytes_.get(f'steps/{step_id}', 0)):>8}  steps/{step_id}, of {first_of(users, 2)}")
-    whole = size(sum(bytes_.get(f"steps/{step_id}", 0) for step_id in deletion.steps))
+        typer.echo(f"keeps    {size(bytes_[step_id]):>8}  steps/{step_id}, of {first_of(users, 2)}")
+    whole = sum(bytes_[step_id] for step_id in deletion.steps)
     root.check_writable()
-    if not yes and not typer.confirm(f"Delete {whole} in {root.root}?"):
+    if not yes and not typer.confirm(f"Delete {size(whole)} in {root.root}?"):
         raise ConfigError("nothing is deleted")
     delete_all(root, deletion, say=lambda what: typer.echo(f"deleted {what}"))
 

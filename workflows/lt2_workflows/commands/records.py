@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from getpass import getuser
@@ -32,7 +31,7 @@ def status(
     json_: JsonOption = False,
 ) -> None:
     """Show every workflow's steps: state, attempts, errors, logs; the newest last."""
-    from lt2_workflows.console import as_json, table
+    from lt2_workflows.console import as_json, table, utc
     from lt2_workflows.engine.records import list_workflows
 
     root = readable(storage)
@@ -46,7 +45,7 @@ def status(
         if workflow is None and "part_of" in item:
             continue
         steps = item["steps"] if "error" not in item else [{"state": "unreadable", "error": item["error"]}]
-        shown = [step | {"ended (UTC)": _time(step.get("ended")), "error": _said(step)} for step in steps]
+        shown = [step | {"ended (UTC)": utc(step.get("ended")), "error": _said(step)} for step in steps]
         columns = ["name", "state", "attempt", "ended (UTC)", "id", "log"]
         columns += ["error"] * any(step["error"] for step in shown)  # last: it may be long
         typer.echo(f"{item['id']}\n{table(shown, columns)}\n")
@@ -60,10 +59,6 @@ def _when(workflow: dict[str, Any]) -> tuple[float, str]:
 
 def _said(step: dict[str, Any]) -> str | None:
     return step["error"] or (LOST if step["state"] == "lost" else None)
-
-
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
 def report(

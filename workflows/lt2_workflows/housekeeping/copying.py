@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lt2.config import ConfigError
+from lt2_platform.copying import copy_files, copy_missing
 from lt2_platform.results.copying import copy_runs
-from lt2_platform.storage import copy_files
 from lt2_workflows.engine.hold import INCOMPLETE, check_idle, hold
 from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import json_bytes
-from lt2_workflows.housekeeping.dags import named, read_dags
+from lt2_workflows.housekeeping.dags import named, read_dags, trials_of
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -35,8 +35,7 @@ def copy_workflow(
         raise ConfigError(f"no workflow {name!r} in {source.root}; `lt2 status` lists them")
     chosen = [first]
     for each in chosen:  # grows
-        steps = set(dags[each]["ids"].values())
-        chosen += [other for other, dag in dags.items() if dag.get("part_of") in steps and other not in chosen]
+        chosen += [trial for trial in trials_of(dags, dags[each]["ids"].values()) if trial not in chosen]
     step_ids = dict.fromkeys(step_id for each in chosen for step_id in dags[each]["ids"].values())
     finished = [step_id for step_id in step_ids if source.is_file(f"steps/{step_id}/done.json")]
     missing = [step_id for step_id in finished if not target.is_file(f"steps/{step_id}/done.json")]
@@ -47,9 +46,9 @@ def copy_workflow(
         say(f"steps/{step_id}", COPIED if step_id in missing else THERE if step_id in finished else UNFINISHED)
     copy_runs(source, target, finished)
     for step_id in finished:  # answers to single items, which `lt2 compare` reads
-        copy_files(source, target, [path for path in source.sizes(f"evals/{step_id}") if not target.is_file(path)])
+        copy_missing(source, target, f"evals/{step_id}")
     for workflow_id in reversed(chosen):
-        copy_files(source, target, list(source.sizes(f"workflows/{workflow_id}")))
+        copy_files(source, target, source.sizes(f"workflows/{workflow_id}"))
         say(f"workflows/{workflow_id}", COPIED)
 
 
@@ -63,7 +62,7 @@ def _copy_step(source: Storage, target: Storage, step_id: str) -> None:
             return
         target.delete(f"{folder}/out")  # of attempts that did not end
         paths = source.sizes(f"{folder}/out")
-        copy_files(source, target, list(paths))
+        copy_files(source, target, paths)
         if target.sizes(f"{folder}/out") != paths:
             raise RuntimeError(f"{source.join(folder, 'out')} changed while it was copied; copy it again")
         for name in ("log", "state.json"):

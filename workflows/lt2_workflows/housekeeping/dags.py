@@ -43,3 +43,8 @@ def users_of(dags: dict[str, Any], without: Collection[str] = ()) -> dict[str, l
         for step_id in dag["ids"].values() if workflow_id not in without else ():
             users[step_id].append(workflow_id)
     return users
+
+
+def trials_of(dags: dict[str, Any], step_ids: Collection[str]) -> list[str]:
+    """The workflows that are trials of these steps, which are sweeps."""
+    return [workflow_id for workflow_id, dag in dags.items() if dag.get("part_of") in step_ids]

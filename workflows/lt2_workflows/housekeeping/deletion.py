@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lt2.config import ConfigError
 from lt2_platform.wording import first_of
 from lt2_workflows.engine.hold import check_idle, clear, hold
-from lt2_workflows.housekeeping.dags import named, read_dags, users_of
+from lt2_workflows.housekeeping.dags import named, read_dags, trials_of, users_of
 from lt2_workflows.housekeeping.usage import is_deleted
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Deletion:
         for each in going:  # grows: the trials of a sweep that goes, which may have sweeps of their own
             others = users_of(dags, without=going)
             ours = {step_id for step_id in dags[each]["ids"].values() if step_id not in others}
-            going += [other for other, dag in dags.items() if dag.get("part_of") in ours and other not in going]
+            going += [trial for trial in trials_of(dags, ours) if trial not in going]
         others = users_of(dags, without=going)
         all_ = dict.fromkeys(step_id for each in going for step_id in reversed(dags[each]["ids"].values()))
         steps = tuple(step_id for step_id in all_ if step_id not in others)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt2_workflows.engine.record_files import UnreadableRecordError
 from lt2_workflows.engine.records import UNREADABLE, step_state
-from lt2_workflows.housekeeping.dags import read_dag
+from lt2_workflows.housekeeping.dags import read_dag, users_of
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
@@ -22,15 +22,13 @@ def usage(storage: Storage) -> list[dict[str, Any]]:
     folder of torchrun, and one for each other kind of file. workflows: the ids of those that have the step, as far as
     their records are readable; of one that is not, the log says so.
     """
-    users: dict[str, list[str]] = defaultdict(list)
+    dags = {}
     for workflow_id in storage.list("workflows"):
         try:
-            ids = read_dag(storage, workflow_id)["ids"]
+            dags[workflow_id] = read_dag(storage, workflow_id)
         except UnreadableRecordError as error:
             log.warning("%s", error)
-            continue
-        for step_id in ids.values():
-            users[f"steps/{step_id}"].append(workflow_id)
+    users = {f"steps/{step_id}": ids for step_id, ids in users_of(dags).items()}
     files: dict[str, dict[str, int]] = defaultdict(dict)
     for path, size in storage.sizes().items():
         files[_what(path)][path] = size

@@ -20,7 +20,7 @@ from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.results.tables import flatten, objective_of, unit_of
 from lt2_platform.wording import amount
-from lt2_workflows.console import duration
+from lt2_workflows.console import duration, utc
 from lt2_workflows.engine.record_files import read_record
 from lt2_workflows.engine.records import UNREADABLE, list_workflows, read_state
 from lt2_workflows.report.pages import Folded, Part, Plot, Printed, Section, Table, as_html, as_markdown, cell
@@ -68,7 +68,7 @@ def _overview(storage: Storage, item: Mapping[str, Any], steps: Sequence[Mapping
         rows.append([step["name"], step["state"], step["attempt"], duration(seconds) if seconds else "", step["id"]])
         for name, version in _code(state["provenance"]) if "provenance" in state else ():
             code.setdefault(name, {})[version] = None
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    made = f"{utc(time.time())} UTC"
     parts: list[Part] = [f"Workflow {item['id']}, storage {storage.root}, written {made}."]
     parts.append(Table(["step", "state", "attempts", "last attempt took", "id"], rows))
     for step in steps:
@@ -154,8 +154,7 @@ def happened(store: ResultsStore, run: str) -> Iterator[Table]:
     rows = []
     for event in store.events(run):
         told = event.get("message") or f"{event.get('checkpoint')} {event.get('state')}: {event.get('reason')}"
-        when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(event["time"]))
-        rows.append([when, event["kind"], event.get("step"), told])
+        rows.append([utc(event["time"]), event["kind"], event.get("step"), told])
     if rows:
         yield Table(["when (UTC)", "what happened", "step", ""], rows)
 
