@@ -181,6 +181,55 @@ class ExitGate(Config):
     frozen_kv: FrozenKV = "propagate"
 
 
+class LinearRope(Config):
+    """Positions divided by `factor` (Chen et al. 2023)."""
+
+    type: Literal["linear"] = "linear"
+    factor: float = Field(ge=1)
+
+
+class Llama3Rope(Config):
+    """Llama 3.1's (Grattafiori et al. 2024): `factor` times as slow for what turns fewer than low_freq_factor times in
+    original_max_seq_len tokens, as before for more than high_freq_factor times, and in between for the rest."""
+
+    type: Literal["llama3"] = "llama3"
+    factor: float = Field(ge=1)
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    original_max_seq_len: PositiveInt
+
+    @model_validator(mode="after")
+    def _check(self) -> Llama3Rope:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
+            )
+        return self
+
+
+class YarnRope(Config):
+    """YaRN (Peng et al. 2023): from as before to `factor` times as slow, between frequencies that turn beta_fast and
+    beta_slow times in original_max_seq_len tokens. Queries and keys are multiplied by attention_factor; None is that
+    paper's 0.1 ln(factor) + 1."""
+
+    type: Literal["yarn"] = "yarn"
+    factor: float = Field(ge=1)
+    original_max_seq_len: PositiveInt
+    beta_fast: float = Field(default=32.0, gt=0)
+    beta_slow: float = Field(default=1.0, gt=0)
+    attention_factor: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> YarnRope:
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow {self.beta_slow} must be below beta_fast {self.beta_fast}")
+        return self
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope
+"""How rotary frequencies are slowed down for rows longer than a model was trained on."""
+
+
 class ModelConfig(Config):
     """A looped language model: n_layers physical blocks applied n_loops times (paper Eq. 2)."""
 
@@ -192,6 +241,7 @@ class ModelConfig(Config):
     layout: Layout
     ffn_hidden: PositiveInt | None = None
     rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_scaling: Annotated[RopeScaling, Field(discriminator="type")] | None = None
     norm_eps: float = Field(default=1e-6, ge=0)
     tie_embeddings: bool = False
     loop_residual: bool = True

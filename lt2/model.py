@@ -243,9 +243,8 @@ class LoopedLM(nn.Module):
             seq = sequence.packed(doc_ids)
         else:
             seq = sequence.plain(L, input_ids.device)
-        dims = self.config.dims
         for size in self.rope_dims:
-            seq.rope[size] = sequence.rotary(seq.positions, size, dims.rope_theta)
+            seq.rope[size] = sequence.rotary(seq.positions, size, self.config.rope_theta, self.config.rope_scaling)
         return seq
 
 

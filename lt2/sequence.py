@@ -5,10 +5,13 @@ Shapes: B batch, L tokens in this pass, D width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from lt2.config import RopeScaling
 
 Rope = dict[int, tuple[Tensor, Tensor]]
 
@@ -68,11 +71,42 @@ def cached(L: int, starts: Tensor, lengths: Tensor | None, *, fresh: bool) -> Se
     )
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
     """cos and sin tables (B or 1, L, 1, head_dim // 2) in fp32 (RoFormer, Su et al. 2021)."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions[..., None, None].float() * theta**-exponent
-    return angle.cos(), angle.sin()
+    frequencies = theta**-exponent
+    if scaling is None:
+        angle = positions[..., None, None].float() * frequencies
+        return angle.cos(), angle.sin()
+    angle = positions[..., None, None].float() * slowed(frequencies, theta, scaling)
+    size = attention_factor(scaling)
+    return angle.cos() * size, angle.sin() * size
+
+
+def slowed(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Rotary frequencies (head_dim // 2,) as `scaling` changes them: each divided by up to its factor."""
+    if scaling.type == "linear":
+        return frequencies / scaling.factor
+    if scaling.type == "llama3":
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    else:  # linear in the index of a frequency, between those that turn beta_fast and beta_slow times
+        fast, slow = (
+            len(frequencies) * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * len(frequencies) - 1)
+        index = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+        kept = 1 - ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def attention_factor(scaling: RopeScaling) -> float:
+    """What queries and keys are each multiplied by."""
+    if scaling.type != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

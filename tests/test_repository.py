@@ -34,6 +34,7 @@ def test_configs_import_nothing_heavy():
     code = (
         "import sys; import lt2.config, lt2.layout, lt2_workflows.recipes.quickstart as q; q.quickstart()\n"
         "import lt2_workflows.recipes.distill as d; d.distill_small(); d.distill_ouro_14b()\n"
+        "import lt2_workflows.recipes.upcycle as u; u.upcycle()\n"
         "import lt2_workflows.sweeps; heavy = {'torch', 'ray', 'scipy', 'pandas'} & set(sys.modules)\n"
         "assert not heavy, f'a config module imports {heavy}'\n"
     )

@@ -68,6 +68,26 @@ def test_the_papers_hyper_parameters():
     assert load_workflow("pretrain_06b").configs["pretrain"].train.lr == 1.5e-4
 
 
+def test_upcycle_takes_any_model_that_can_be_imported(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 8, "num_attention_heads": 4}
+    about = {"model_type": "qwen3", "vocab_size": 300, "head_dim": 8, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | about))
+    workflow = load_workflow(f"upcycle:{tmp_path}", ["prepare.tokenizer=byte", "prepare.source=python-stdlib"])
+    looped, hybrid = (workflow.configs[name] for name in ("looped", "hybrid"))
+    assert (looped.model.n_loops, looped.model.layout.mixer.qk_norm, looped.model.vocab_size) == (4, True, 300)
+    assert hybrid.kept == (3, 7)
+    plan = describe_plan(workflow, Storage(str(tmp_path / "storage")))
+    assert f"{tmp_path} -> a checkpoint of 35.6k parameters in fp32" in plan
+    with pytest.raises(ConfigError, match="nowhere has no config.json; give the folder of a model, as in upcycle:"):
+        load_workflow("upcycle:nowhere")
+
+
+def test_upcycle_plans_for_a_model_that_is_not_there_yet(tmp_path):
+    plan = describe_plan(load_workflow("upcycle"), Storage(str(tmp_path)))
+    assert "SmolLM2-135M -> a checkpoint of 135M parameters in fp32" in plan
+    assert "distill, 1,700 steps, 891M tokens in rows of 2,048; attention kept in [3, 7, 11, 16, 20, 24, 29]" in plan
+
+
 @pytest.mark.parametrize(
     ("recipe", "stages"),
     [

@@ -1,4 +1,4 @@
-"""Teachers: stored checkpoints that are asked and never trained, and Ouro folders made into such checkpoints."""
+"""Teachers: stored checkpoints that are asked and never trained, and models of others made into such checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lt2.config import ConfigError
-from lt2.interop.ouro import import_ouro
+from lt2.interop.pretrained import FAMILIES, import_pretrained
 from lt2.model import LoopedLM
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
@@ -47,25 +47,22 @@ def identity(place: str) -> str:
     storage = Storage(place)
     if storage.exists("topk.json"):
         return hashlib.sha256(storage.read_bytes("topk.json")).hexdigest()
-    if _is_ouro(storage):
+    if storage.exists("config.json") and storage.read_json("config.json").get("model_type") in FAMILIES:
         raise ConfigError(
-            f"{place} is a folder in Ouro's format; make it a checkpoint first, with a step 'import_ouro'"
+            f"{place} is a folder in Hugging Face's format; make it a checkpoint first, with a step 'import_model'"
         )
     return hashlib.sha256(Storage(checkpoint.resolve(place)).read_bytes(integrity.COMPLETE)).hexdigest()
 
 
-def _is_ouro(storage: Storage) -> bool:
-    return storage.exists("config.json") and storage.read_json("config.json").get("model_type") == "ouro"
-
-
-def store_ouro(folder: str, out: str, *, tokenizer: str | None = None) -> dict[str, Any]:
-    """Write the model of an Ouro folder as the checkpoint of a run at `out`, in fp32, with its tokenizer.
+def store_pretrained(folder: str, out: str, *, tokenizer: str | None = None) -> dict[str, Any]:
+    """Write the model in a folder of Hugging Face's format as the checkpoint of a run at `out`, in fp32, with its
+    tokenizer.
 
     tokenizer: as `prepare.tokenizer`; None takes the folder's tokenizer.json. Returns the run's summary. Does nothing
     where the checkpoint is complete.
 
     Raises:
-        ConfigError: what `import_ouro` and `load_tokenizer` say, or a tokenizer with more tokens than the model.
+        ConfigError: what `import_pretrained` and `load_tokenizer` say, or a tokenizer with more tokens than the model.
     """
     storage = Storage(out)
     checkpoints = storage.join("checkpoints")
@@ -73,7 +70,7 @@ def store_ouro(folder: str, out: str, *, tokenizer: str | None = None) -> dict[s
         path = Path(folder).expanduser()
         spec = tokenizer or str(path / "tokenizer.json")
         found = load_tokenizer(spec)
-        model = import_ouro(path, dtype=torch.float32)
+        model = import_pretrained(path, dtype=torch.float32)
         if found.vocab_size > model.config.vocab_size:
             raise ConfigError(
                 f"tokenizer {found.name!r} has {found.vocab_size} tokens, the model in {folder} only "

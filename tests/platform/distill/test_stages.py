@@ -11,7 +11,7 @@ from lt2.distill.student import convert
 from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.distill import measure
 from lt2_platform.distill.measure import checkpoint_kl, one_shot_scores
-from lt2_platform.distill.teacher import identity, load_teacher, store_ouro
+from lt2_platform.distill.teacher import identity, load_teacher, store_pretrained
 from lt2_platform.storage import Storage
 from lt2_platform.train import worker
 from lt2_platform.train.checkpoints import checkpoint
@@ -130,7 +130,7 @@ def test_sharded_teacher_and_student_learn_what_one_process_learns(trained, tmp_
 
 def test_an_ouro_folder_goes_through_all_stages(tmp_path):
     write_dataset(tmp_path / "data", tokenizer=BYTE)
-    store_ouro(write_ouro(tmp_path / "ouro"), str(tmp_path / "teacher"), tokenizer="byte")
+    store_pretrained(write_ouro(tmp_path / "ouro"), str(tmp_path / "teacher"), tokenizer="byte")
     teacher = str(tmp_path / "teacher")
     aligned = run_stage(tmp_path, "align", ALIGN, teacher=teacher, steps=3)
     second = run_stage(tmp_path, "second", DISTILL, teacher=teacher, student=aligned, kept=(0,), steps=3)
@@ -146,13 +146,13 @@ def test_an_ouro_folder_goes_through_all_stages(tmp_path):
 
 def test_a_tokenizer_with_more_tokens_than_the_ouro_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="tokenizer 'byte' has 259 tokens, the model in .* only 23"):
-        store_ouro(write_ouro(tmp_path / "ouro", vocab_size=23), str(tmp_path / "out"), tokenizer="byte")
-    with pytest.raises(ConfigError, match="is a folder in Ouro's format; make it a checkpoint first"):
+        store_pretrained(write_ouro(tmp_path / "ouro", vocab_size=23), str(tmp_path / "out"), tokenizer="byte")
+    with pytest.raises(ConfigError, match="is a folder in Hugging Face's format; make it a checkpoint first"):
         identity(str(tmp_path / "ouro"))
 
 
 def test_a_teacher_is_frozen_in_the_precision_of_training_and_never_stops_early(trained, tmp_path):
-    store_ouro(write_ouro(tmp_path / "ouro"), str(tmp_path / "teacher"), tokenizer="byte")
+    store_pretrained(write_ouro(tmp_path / "ouro"), str(tmp_path / "teacher"), tokenizer="byte")
     cpu = torch.device("cpu")
     for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         net = load_teacher(str(tmp_path / "teacher"), train_config(precision=precision), cpu)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.distill import teacher
-from lt2_platform.distill.teacher import load_teacher, store_ouro, tokenizer_files
+from lt2_platform.distill.teacher import load_teacher, store_pretrained, tokenizer_files
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint
 from tests.platform.distill.stages import write_ouro
@@ -31,7 +31,7 @@ def ouro(tmp_path) -> Path:
 
 def test_an_ouro_folder_brings_its_tokenizer_and_is_read_once(ouro, tmp_path, monkeypatch):
     out = str(tmp_path / "run")
-    result = store_ouro(str(ouro), out)
+    result = store_pretrained(str(ouro), out)
     assert result == {"step": 0, "position": 0, "tokens": 0, "loss": None}
     place = checkpoint.resolve(out)
     assert Storage(out).read_json("summary.json") == result | {"checkpoint": place}
@@ -39,8 +39,8 @@ def test_an_ouro_folder_brings_its_tokenizer_and_is_read_once(ouro, tmp_path, mo
     found = load_tokenizer(Storage(place).join(info["file"]))
     assert (found.eos_id, found.pad_id, found.sha256) == (1, 2, info["sha256"])  # as the settings beside it say
     assert (Path(place) / "tokenizer/tokenizer_config.json").read_text() == SETTINGS
-    monkeypatch.setattr(teacher, "import_ouro", lambda *of, **how: pytest.fail("it is there"))
-    assert store_ouro(str(ouro), out) == result
+    monkeypatch.setattr(teacher, "import_pretrained", lambda *of, **how: pytest.fail("it is there"))
+    assert store_pretrained(str(ouro), out) == result
     frozen = load_teacher(out, train_config(), torch.device("cpu"))
     assert not any(module.training for module in frozen.modules())
 

@@ -164,7 +164,7 @@ def test_a_plan_reads_the_ouro_folder_if_it_is_there_and_a_run_needs_it(tmp_path
     assert line.startswith(f"teacher.folder: tokenizer file {tmp_path}/tokenizer.json does not exist")
     assert missing(load_workflow("distill_ouro_14b", [f"teacher.folder={tmp_path}", "teacher.tokenizer=byte"])) == []
     (line,) = missing(load_workflow("distill_ouro_14b"))
-    assert line.startswith("teacher.folder: teacher folder Ouro-1.4B has no config.json")
+    assert line.startswith("teacher.folder: Ouro-1.4B has no config.json")
 
 
 def in_this_process(config, *, progress, stop, **where):

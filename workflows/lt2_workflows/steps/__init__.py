@@ -14,7 +14,7 @@ from lt2_workflows.steps.report import ReportStep
 from lt2_workflows.steps.retention import ItemsStep, RetentionStep
 from lt2_workflows.steps.select_layers import SelectLayersStep
 from lt2_workflows.steps.state_recall import StateRecallStep
-from lt2_workflows.steps.teacher import ImportOuroStep, TeacherTopKStep
+from lt2_workflows.steps.teacher import ImportModelStep, ImportOuroStep, TeacherTopKStep
 
 __all__ = [
     "CheckpointRef",
@@ -23,6 +23,7 @@ __all__ = [
     "DocumentStep",
     "EvaluateStep",
     "EvaluationRef",
+    "ImportModelStep",
     "ImportOuroStep",
     "ItemsStep",
     "PackRef",

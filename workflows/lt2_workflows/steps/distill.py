@@ -30,7 +30,7 @@ from lt2_workflows.steps.pretrain import (
 )
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, SelectionRef, TopKRef
 from lt2_workflows.steps.select_layers import SelectLayersStep
-from lt2_workflows.steps.teacher import ImportOuroStep
+from lt2_workflows.steps.teacher import ImportModelStep
 
 
 class DistillStep(StepConfig):
@@ -107,12 +107,12 @@ def planned_stage(config: DistillStep, context: StepContext) -> tuple[ModelConfi
 
 
 def planned_checkpoint(place: CheckpointRef | str, context: StepContext) -> ModelConfig | None:
-    """A model's config: of a checkpoint, or as far as the workflow or the Ouro folder it imports tells it."""
+    """A model's config: of a checkpoint, or as far as the workflow or the folder it imports tells it."""
     if isinstance(place, str):
         info = info_if_there(place)
         return None if info is None else info.model
     source = context.workflow.configs[place.step]
-    if isinstance(source, ImportOuroStep):
+    if isinstance(source, ImportModelStep):
         return source.model
     return planned_model(source, context)[0] if isinstance(source, PretrainStep) else None
 

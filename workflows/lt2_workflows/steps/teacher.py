@@ -1,4 +1,4 @@
-"""The steps that provide a teacher: an Ouro import, and the top-k of its logits stored ahead.
+"""Models that others trained, as runs of ours, and the top-k of a teacher's logits stored ahead.
 
 Importing this module imports neither torch nor Ray.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lt2.config import ConfigError, ModelConfig
+from lt2.config import ModelConfig
 from lt2_platform.data.sources.listing import version_of
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.wording import amount
@@ -21,15 +21,16 @@ from lt2_workflows.graph import Place, Resources, StepConfig, digest, step_type
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
 
-class ImportOuroStep(StepConfig):
-    """An Ouro checkpoint's folder as a run of ours, so that it can be a teacher and be evaluated.
+class ImportModelStep(StepConfig):
+    """A model that others trained, from its folder in Hugging Face's format, as a run of ours: to be evaluated, trained
+    further (`start` of a pretrain step) or learned from. It reads Ouro, Llama, Mistral and Qwen3.
 
     tokenizer: as prepare's; None takes the folder's tokenizer.json. expected: the model's config, for plans made where
     the folder is not.
     """
 
     produces: ClassVar[str] = "checkpoint"
-    type: Literal["import_ouro"] = "import_ouro"
+    type: Literal["import_model"] = "import_model"
     folder: str
     tokenizer: str | None = None
     expected: ModelConfig | None = None
@@ -37,26 +38,34 @@ class ImportOuroStep(StepConfig):
     @property
     def model(self) -> ModelConfig | None:
         """The config in the folder, else the one that is expected there."""
-        from lt2.interop.ouro import config_from_ouro, read_config
+        if not Path(self.folder, "config.json").is_file():
+            return self.expected
+        from lt2.interop.pretrained import pretrained_config
 
-        there = Path(self.folder, "config.json").is_file()
-        return config_from_ouro(read_config(self.folder)) if there else self.expected
-
-
-def _look_for_ouro(folder: str) -> None:
-    if not Path(folder, "config.json").is_file():
-        raise ConfigError(f"teacher folder {folder} has no config.json; give that of an Ouro checkpoint")
+        return pretrained_config(self.folder)
 
 
-def _ouro_version(folder: str) -> dict[str, str]:
+class ImportOuroStep(ImportModelStep):
+    """The same by its first name, which is part of the identity of what was run with it."""
+
+    type: Literal["import_ouro"] = "import_ouro"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def _look_for_model(folder: str) -> None:
+    from lt2.interop.pretrained import pretrained_config
+
+    pretrained_config(folder)
+
+
+def _version(folder: str) -> dict[str, str]:
     """Digests of the files' sizes and some blocks of each: weights are too large to be read at every run."""
     files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".json", ".safetensors"))
     return {path.name: digest(version_of(str(path), sampled=True)) for path in files}
 
 
-def ouro_places(config: ImportOuroStep, context: StepContext) -> Iterator[Place]:
+def import_places(config: ImportModelStep, context: StepContext) -> Iterator[Place]:
     """The model's folder, and the tokenizer's file in it or elsewhere."""
-    yield Place("folder", config.folder, _look_for_ouro, _ouro_version)
+    yield Place("folder", config.folder, _look_for_model, _version)
     if config.tokenizer is None:
         if Path(config.folder, "config.json").is_file():
             yield Place("folder", str(Path(config.folder, "tokenizer.json")), load_tokenizer)
@@ -64,19 +73,20 @@ def ouro_places(config: ImportOuroStep, context: StepContext) -> Iterator[Place]
         yield Place("tokenizer", config.tokenizer, load_tokenizer)
 
 
-def describe_import_ouro(config: ImportOuroStep, context: StepContext) -> str:
+def describe_import(config: ImportModelStep, context: StepContext) -> str:
     from lt2.analysis.accounting import parameters
 
     size = "" if config.model is None else f" of {amount(parameters(config.model).total)} parameters"
     return f"{config.folder} -> a checkpoint{size} in fp32"
 
 
-@step_type(ImportOuroStep, describe=describe_import_ouro, places=ouro_places)
-def run_import_ouro(config: ImportOuroStep, context: StepContext) -> dict[str, Any]:
+@step_type(ImportModelStep, describe=describe_import, places=import_places)
+@step_type(ImportOuroStep, describe=describe_import, places=import_places)
+def run_import(config: ImportModelStep, context: StepContext) -> dict[str, Any]:
     """Result: {"run", "step", "position", "tokens", "loss"}."""
-    from lt2_platform.distill.teacher import store_ouro
+    from lt2_platform.distill.teacher import store_pretrained
 
-    return {"run": context.run_id} | store_ouro(config.folder, context.out, tokenizer=config.tokenizer)
+    return {"run": context.run_id} | store_pretrained(config.folder, context.out, tokenizer=config.tokenizer)
 
 
 class TopKResources(Resources):

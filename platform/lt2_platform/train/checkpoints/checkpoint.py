@@ -198,7 +198,7 @@ def resolve(uri: str) -> str:
             f"{uri} is a Hugging Face folder, not a checkpoint of ours; `lt2 eval` and transformers read it"
         )
     otherwise = "give a run's folder (steps/NAME-… under the storage root) or a checkpoint"
-    advice = remaking(uri, otherwise, made_by=("pretrain", "distill", "import_ouro"))
+    advice = remaking(uri, otherwise, made_by=("pretrain", "distill", "import_model", "import_ouro"))
     raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}; {advice}")
 
 

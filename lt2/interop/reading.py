@@ -1,0 +1,123 @@
+"""Reading models that others wrote: a folder with config.json and safetensors, one file or shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import safe_open
+from torch import Tensor
+
+from lt2.config import ConfigError, ModelConfig
+from lt2.explain import explain
+from lt2.model import LoopedLM
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a model's folder. Raises ConfigError where there is none, or no JSON in it."""
+    file = Path(folder, "config.json")
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no config.json; give the folder of a model in Hugging Face's format")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); download it again") from None
+
+
+def model_config(stored: dict[str, Any], kind: str, *, attention: dict[str, Any], **ours: Any) -> ModelConfig:
+    """Our config of a config.json of the Llama kind: its sizes, one attention in every layer, and `ours`.
+
+    Raises:
+        ConfigError: sizes that are missing or impossible, or a setting whose computation we do not have.
+    """
+    lacking = [name for name in SIZES if name not in stored]
+    if lacking:
+        raise ConfigError(f"{kind} config has no {', '.join(lacking)}; give another checkpoint, or download it again")
+    unsupported = {
+        "hidden_act": stored.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": stored.get("use_sliding_window", False),
+        "layer_types": bool(set(stored.get("layer_types") or ()) - {"full_attention"}),
+        "attention_bias": stored.get("attention_bias", False),
+        "mlp_bias": stored.get("mlp_bias", False),
+    }
+    wrong = [f"{name}={stored.get(name)!r}" for name, bad in unsupported.items() if bad]
+    if wrong:
+        raise ConfigError(f"{kind} config has {', '.join(wrong)}; only plain full attention with SiLU can be imported")
+    heads = stored["num_attention_heads"]
+    shape = {
+        "type": "full",
+        "num_kv_heads": stored.get("num_key_value_heads") or heads,
+        "head_dim": stored.get("head_dim") or stored["hidden_size"] // heads,
+    }
+    fields = {
+        "vocab_size": stored["vocab_size"],
+        "dim": stored["hidden_size"],
+        "n_layers": stored["num_hidden_layers"],
+        "num_heads": heads,
+        "layout": {"type": "uniform", "mixer": shape | attention},
+        "ffn_hidden": stored["intermediate_size"],
+        "norm_eps": stored.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": stored.get("tie_word_embeddings", False),
+        "loop_residual": False,
+    }
+    try:
+        return ModelConfig.model_validate(fields | ours)
+    except ValidationError as error:
+        raise ConfigError(explain(error, f"{kind} config")) from None
+
+
+def read_model(
+    config: ModelConfig, folder: str | Path, key: Callable[[str], str], *, dtype: torch.dtype | None, device: str
+) -> LoopedLM:
+    """The model of `config` with the folder's weights, in eval mode, in their dtype unless another is asked for.
+
+    key: the name there of one of our parameters, e.g. of blocks.3.ffn.up_proj.weight.
+
+    Raises:
+        ConfigError: no weights there, or keys or shapes that are not the config's, each named.
+    """
+    folder = Path(folder)
+    with torch.device("meta"):
+        model = LoopedLM(config)
+    names = {key(name): name for name, _ in model.named_parameters()}
+    weights: dict[str, Tensor] = {}
+    for stored, tensor in stored_tensors(folder):
+        if stored == "lm_head.weight" and config.tie_embeddings:
+            continue
+        if stored.endswith("rotary_emb.inv_freq"):  # older Llama checkpoints keep this table
+            continue
+        if stored not in names:
+            raise ConfigError(f"{folder}: {stored!r} is not a key of a checkpoint with this config")
+        weights[names[stored]] = tensor.to(device=device, dtype=dtype)
+    missing = sorted(set(names) - {key(name) for name in weights})
+    if missing:
+        raise ConfigError(f"{folder}: {len(missing)} keys are missing, the first {missing[0]!r}; download it again")
+    for name, parameter in model.named_parameters():
+        if parameter.shape != weights[name].shape:
+            shapes = f"{tuple(weights[name].shape)}, and the config asks for {tuple(parameter.shape)}"
+            raise ConfigError(f"{folder}: {key(name)} has shape {shapes}")
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder's safetensors, one at a time; shards are found through their index."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    elif single.is_file():
+        files = [single]
+    else:
+        raise ConfigError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{folder}: the index names {file.name}, which is not there; download it again")
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  not a mapping
+                yield key, tensors.get_tensor(key)

@@ -1,0 +1,46 @@
+"""Rotary positions in config.json files: `rope_theta` and `rope_scaling`, or both in `rope_parameters`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt2.config import ConfigError, ModelConfig
+
+ORIGINAL = "original_max_position_embeddings"
+FIELDS = {
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
+    "yarn": {"factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL},
+}
+
+
+def rope_from(config: dict[str, Any], *, default_theta: float = 10_000.0) -> dict[str, Any]:
+    """Our rope_theta and rope_scaling. Raises ConfigError for a scaling that we do not have."""
+    told = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    theta = told.pop("rope_theta", None) or config.get("rope_theta") or default_theta
+    kind = told.pop("rope_type", None) or told.pop("type", None) or "default"
+    told.pop("type", None)
+    given = {name: value for name, value in told.items() if value is not None}
+    if kind == "default":
+        return {"rope_theta": theta}
+    if kind not in FIELDS:
+        raise ConfigError(f"config has rope_scaling of type {kind!r}; only {', '.join(FIELDS)} can be imported")
+    if unknown := sorted(given.keys() - FIELDS[kind]):
+        raise ConfigError(f"config has rope_scaling {kind!r} with {', '.join(unknown)}, which cannot be imported")
+    scaling = {"type": kind} | {name: value for name, value in given.items() if name != ORIGINAL}
+    if ORIGINAL in FIELDS[kind]:
+        original = given.get(ORIGINAL) or config.get(ORIGINAL) or config.get("max_position_embeddings")
+        scaling["original_max_seq_len"] = original
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def rope_to(config: ModelConfig) -> dict[str, Any]:
+    """What `rope_from` reads: rope_theta and rope_scaling (None without one)."""
+    described: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling.model_dump(exclude_none=True)
+        kind = scaling.pop("type")
+        if "original_max_seq_len" in scaling:
+            scaling[ORIGINAL] = scaling.pop("original_max_seq_len")
+        described["rope_scaling"] = {"rope_type": kind} | scaling
+    return described

@@ -1,0 +1,149 @@
+"""Plain transformers of others, imported: transformers' own classes are the reference."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+
+from lt2.analysis.accounting import parameters
+from lt2.config import ConfigError, LinearRope
+from lt2.distill.student import start_from
+from lt2.interop.llama import config_from_llama
+from lt2.interop.pretrained import import_pretrained, pretrained_config
+from lt2.model import LoopedLM, build
+from lt2.sequence import slowed
+from tests.lt2.tiny import tokens
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+KINDS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
+    "linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen3": Qwen3Config(**SIZES),
+}
+
+
+def write(kind: str, folder: Path) -> tuple[Any, LoopedLM]:
+    """transformers' model with random weights, written to folder, and ours of it; both fp64."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(KINDS[kind]).double().eval()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    theirs.save_pretrained(folder)
+    return theirs, import_pretrained(folder)
+
+
+def in_fp64(theirs: Any, ours: LoopedLM) -> None:
+    """transformers' norms round to fp32 in the middle; its rotary frequencies are 1 / theta^x in place of theta^-x."""
+    for module in list(theirs.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                exact = nn.RMSNorm(len(child.weight), eps=child.variance_epsilon, dtype=torch.float64)
+                exact.weight = child.weight
+                setattr(module, name, exact)
+    rotary, config = theirs.model.rotary_emb, ours.config
+    frequencies = config.rope_theta ** -(torch.arange(0, 8, 2).float() / 8)
+    if config.rope_scaling is not None:
+        frequencies = slowed(frequencies, config.rope_theta, config.rope_scaling)
+    torch.testing.assert_close(rotary.inv_freq.float(), frequencies, rtol=1e-6, atol=0)
+    rotary.inv_freq = frequencies
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path):
+    theirs, ours = write(kind, tmp_path)
+    in_fp64(theirs, ours)
+    ids = tokens(2, 60)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(ours(ids).hidden), theirs(ids).logits, rtol=1e-11, atol=1e-11)
+
+
+def test_a_config_says_how_long_rows_may_be_and_that_there_is_one_loop(tmp_path: Path):
+    write("qwen3", tmp_path)
+    config = pretrained_config(tmp_path)
+    assert (config.n_loops, config.max_seq_len, config.loop_residual, config.halting) == (1, 128, False, None)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    del stored["max_position_embeddings"]
+    assert config_from_llama(stored).max_seq_len == 32_768
+
+
+def test_a_looped_model_that_starts_from_one_is_it_at_one_loop(tmp_path: Path):
+    _, ours = write("llama", tmp_path)
+    looped = build(ours.config.model_copy(update={"n_loops": 4, "loop_residual": True})).double()
+    start_from(looped, ours)
+    ids = tokens(2, 9)
+    torch.testing.assert_close(looped(ids, n_loops=1).hidden, ours(ids).hidden, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(looped(ids).hidden, ours(ids).hidden)
+
+
+def test_older_configs_keep_rope_scaling_beside_theta():
+    older = SIZES | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    config = config_from_llama(older)
+    assert (config.rope_theta, config.rope_scaling) == (5e5, LinearRope(factor=2.0))
+
+
+def test_the_real_llama_and_qwen_have_their_published_sizes():
+    llama = {
+        "model_type": "llama", "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert parameters(config_from_llama(llama)).total == 1_235_814_400
+    qwen = {
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert parameters(config_from_llama(qwen)).total == 596_049_920
+
+
+def test_the_rotary_table_that_old_checkpoints_hold_is_left_out(tmp_path: Path):
+    _, ours = write("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(weights | table, tmp_path / "model.safetensors")
+    torch.testing.assert_close(dict(import_pretrained(tmp_path).named_parameters()), dict(ours.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "qwen2"}, "has a model of type 'qwen2'; only ouro, llama, mistral, qwen3 can be imported"),
+        ({"attention_bias": True}, "llama config has attention_bias=True"),
+        ({"mlp_bias": True}, "llama config has mlp_bias=True"),
+        ({"model_type": "mistral", "sliding_window": 64}, "mistral config has sliding_window=64"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling of type 'longrope'; only linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling 'yarn' with mscale"),
+        ({"rope_scaling": {"type": "linear"}}, "llama config: rope_scaling.linear.factor: Field required"),
+        ({"num_key_value_heads": 3}, "llama config: full: num_kv_heads 3 does not divide num_heads 4"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(change: dict, named: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"} | change))
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        import_pretrained(tmp_path)
+
+
+def test_biases_that_a_config_does_not_tell_are_refused_by_name(tmp_path: Path):
+    write("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="self_attn.q_proj.bias' is not a key of a checkpoint with this config"):
+        import_pretrained(tmp_path)
