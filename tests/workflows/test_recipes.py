@@ -76,6 +76,7 @@ def test_upcycle_takes_any_model_that_can_be_imported(tmp_path):
     looped, hybrid = (workflow.configs[name] for name in ("looped", "hybrid"))
     assert (looped.model.n_loops, looped.model.layout.mixer.qk_norm, looped.model.vocab_size) == (4, True, 300)
     assert hybrid.kept == (3, 7)
+    assert workflow.configs["align"].mixer.head_dim == 8
     plan = describe_plan(workflow, Storage(str(tmp_path / "storage")))
     assert f"{tmp_path} -> a checkpoint of 35.6k parameters in fp32" in plan
     with pytest.raises(ConfigError, match="nowhere has no config.json; give the folder of a model, as in upcycle:"):

@@ -60,6 +60,10 @@ def upcycle(folder: str = SMOLLM2) -> Workflow:
     plain = base.model
     if plain is None:
         raise ConfigError(f"{folder} has no config.json; give the folder of a model, as in upcycle:models/Qwen3-0.6B")
+    assert isinstance(plain.layout, UniformLayout)
+    assert isinstance(plain.layout.mixer, FullConfig)
+    head_dim = plain.layout.mixer.heads(plain.dims)[2]
+    mixer = NEW_MIXER.model_copy(update={"head_dim": head_dim})  # it begins as the attention's projections
     kept = uniform_layers(plain.n_layers, max(plain.n_layers // 4, 1))
     data, looped = DatasetRef(step="prepare"), CheckpointRef(step="looped")
     gpus = TrainResources(num_workers=8, use_gpu=True)
@@ -84,7 +88,7 @@ def upcycle(folder: str = SMOLLM2) -> Workflow:
             resources=gpus,
         ),
         "align": DistillStep(
-            mixer=NEW_MIXER, train=TrainConfig(objective=AlignConfig(), steps=200, lr=1e-3, **train), **stage
+            mixer=mixer, train=TrainConfig(objective=AlignConfig(), steps=200, lr=1e-3, **train), **stage
         ),
         "hybrid": DistillStep(
             student=CheckpointRef(step="align"),

@@ -113,7 +113,7 @@ class SideEvaluations:
         try:
             self.result(self.handles[name])
         except (RayError, ConfigError) as error:  # its worker died, or it raised: training goes on
-            self._over(name, "failed", str(error).strip().splitlines()[-1])
+            self._over(name, "failed", (str(error).strip() or type(error).__name__).splitlines()[-1])
         del self.handles[name]  # last: what storage refuses above is tried again
 
     def _over(self, name: str, state: str, reason: str) -> None:

@@ -6,11 +6,13 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
 import torch
 from botocore.exceptions import EndpointConnectionError
+from ray.exceptions import RayError
 
 from lt2.config import ConfigError
 from lt2_platform import storage_errors
@@ -207,6 +209,15 @@ def test_another_driver_takes_up_what_the_first_left(trained):
     side = NoRoom(trained, max_waiting=9)
     side.look()
     assert list(side.handles) == ["step-00000002", "step-00000006", "step-00000008"]
+
+
+def test_a_failure_without_words_is_told_by_its_kind(trained, monkeypatch):
+    side = NoRoom(trained, max_waiting=9)
+    side.look()
+    monkeypatch.setattr(side, "result", Mock(side_effect=RayError()))
+    side.begun.add("step-00000002")
+    side.look()
+    assert record(trained.out, "step-00000002")["reason"] == "RayError"
 
 
 def test_a_record_that_is_being_written_counts_as_none(trained):
