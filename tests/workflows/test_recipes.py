@@ -87,6 +87,7 @@ def test_upcycle_plans_for_a_model_that_is_not_there_yet(tmp_path):
     plan = describe_plan(load_workflow("upcycle"), Storage(str(tmp_path)))
     assert "SmolLM2-135M -> a checkpoint of 135M parameters in fp32" in plan
     assert "distill, 1,700 steps, 891M tokens in rows of 2,048; attention kept in [3, 7, 11, 16, 20, 24, 29]" in plan
+    assert "perplexity; each at 1 loop\n" in plan
 
 
 @pytest.mark.parametrize(

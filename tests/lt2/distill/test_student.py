@@ -93,6 +93,15 @@ def test_what_begins_at_random_is_said(mixer, said, monkeypatch):
     assert set(found) == said
 
 
+def test_a_hybrid_that_is_trained_on_from_attention_says_that_its_mixers_are_new(monkeypatch):
+    found = []
+    monkeypatch.setattr(student_module, "announce", lambda *message: found.append(message))
+    start_from(tiny.model(tiny.HYBRID), tiny.model(tiny.FULL))
+    assert [(message[0], message[3]) for message in found] == [
+        ("conversion to gdn", "only distillation begins mixers as attention")
+    ]
+
+
 def test_latent_attention_can_be_a_teacher_whose_queries_do_not_fit():
     mla = {"type": "mla", "kv_rank": 8, "rope_head_dim": 4}
     teacher = tiny.model({"type": "uniform", "mixer": mla}, num_heads=2)

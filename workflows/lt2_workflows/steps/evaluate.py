@@ -63,7 +63,8 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
         pack = task.pack or (f"step {config.pack.step}" if isinstance(config.pack, Ref) else config.pack or "no pack")
         packs.setdefault(pack, []).append((task.suite or ", ".join(task.tasks)) + " as conversations" * bool(task.chat))
     parts += [f"{', '.join(asked)} from {pack}" for pack, asked in packs.items()]
-    depths = [f"{', '.join(map(str, config.loops))} loops"] if config.loops else []
+    loops = config.loops
+    depths = [f"{', '.join(map(str, loops))} loop{'s' * (loops != (1,))}"] if loops else []
     if config.exit_thresholds:
         depths.append(f"exit thresholds {', '.join(map(str, config.exit_thresholds))}")
     parts += [f"each at {' and at '.join(depths)}"] if depths else []
