@@ -169,7 +169,11 @@ def start_mixer(mixer: Any, attention: Any, kind: str) -> None:
         left += ["q_proj", "k_proj", "v_proj"]
     if left:
         device = str(next(mixer.parameters()).device)
-        why = "the attention's shapes do not fit" if attention is not None else "only distillation begins mixers as attention"
+        why = (
+            "the attention's shapes do not fit"
+            if attention is not None
+            else "only distillation begins mixers as attention"
+        )
         announce(f"conversion to {kind}", device, f"random {', '.join(left)}", why)
 
 

@@ -10,13 +10,14 @@ from contextlib import suppress
 from typing import Any
 
 from lt2.config import ConfigError
+from lt2_platform.data import overlap
 from lt2_platform.data.manifest import MANIFEST
 from lt2_platform.data.tokenizers.tokenize import Tokenizer, describe
 from lt2_platform.data.units import SPLITS
 from lt2_platform.storage import Storage
 
 MARK, STAGING = ".preparing", ".staging"
-_MADE = ("tokenizer", *SPLITS, "quarantine")
+_MADE = ("tokenizer", overlap.FOLDER, *SPLITS, "quarantine")
 
 
 def claim(storage: Storage) -> None:

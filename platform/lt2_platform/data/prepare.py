@@ -19,6 +19,7 @@ from lt2_platform.data import folder, mixture, units
 from lt2_platform.data.cut import write_splits
 from lt2_platform.data.live import on_the_fly
 from lt2_platform.data.manifest import MANIFEST, SCHEMA_VERSION, describe_sources, refuse_empty, write_quarantine
+from lt2_platform.data.overlap import Decontaminate, Overlap, with_pack
 from lt2_platform.data.pack import HASH_SPACE, forced_threshold, holdout_threshold
 from lt2_platform.data.sources import listing as sources
 from lt2_platform.data.sources.configs import (
@@ -53,6 +54,8 @@ class PrepareConfig(Config):
 
     tokenize "on_the_fly", for corpora too big to prepare: only a validation split is packed, of documents of held-out
     units, and training tokenises the rest itself (lt2_platform.data.live.lanes), from the files as they are listed now.
+
+    decontaminate: leave out, as bad rows, documents that share a run of words with the items of an evaluation pack.
     """
 
     source: AnySource = STDLIB
@@ -66,6 +69,7 @@ class PrepareConfig(Config):
     max_documents: int | None = Field(default=None, ge=1)
     max_document_tokens: int | None = Field(default=None, ge=3)
     tokenize: Literal["ahead", "on_the_fly"] = "ahead"
+    decontaminate: Decontaminate | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> PrepareConfig:
@@ -101,15 +105,19 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
     files, bad = sources.look_through(config.parts, sampled=live)
     bad += bad_beginnings(files, config.parts)
     listing = on_the_fly.plan(config, files, bad) if live else None
-    work = [] if live else units.plan(files, config.parts, config.max_documents, bad)
+    evaluated = None if config.decontaminate is None else with_pack(config.decontaminate)
+    work = [] if live else units.plan(files, config.parts, config.max_documents, bad, evaluated)
     storage = Storage(out)
-    fingerprint = _fingerprint(config, tokenizer, files)
+    fingerprint = _fingerprint(config, tokenizer, files, evaluated)
     if storage.exists(MANIFEST):
         return folder.finished(storage, fingerprint, tokenizer)
     folder.claim(storage)
     try:
         with some_ray(parallelism):
-            made = _Making(config, tokenizer, _copy_tokenizer(config.tokenizer, storage), storage, fingerprint)
+            if evaluated is not None:
+                evaluated.write(storage)
+            file = _copy_tokenizer(config.tokenizer, storage)
+            made = _Making(config, tokenizer, file, storage, fingerprint, evaluated)
             if listing is not None:
                 manifest = _build_live(made, listing, parallelism)
             else:
@@ -130,13 +138,15 @@ def prepare(config: PrepareConfig, out: str, *, parallelism: int | None = None) 
 
 @dataclass(frozen=True)
 class _Making:
-    """A dataset in the making. file: the tokenizer's own in it; None for the built-in one."""
+    """A dataset in the making. file: the tokenizer's own in it, None for the built-in one. evaluated: what no document
+    of it may overlap."""
 
     config: PrepareConfig
     tokenizer: Tokenizer
     file: str | None
     storage: Storage
     fingerprint: str
+    evaluated: Overlap | None
 
     def job(self, threshold: int) -> Job:
         config, width = self.config, self.config.seq_len + 1
@@ -153,6 +163,7 @@ class _Making:
             shard_sequences=config.shard_sequences or max(units.ROW_GROUP, SHARD_TOKENS // width // 64 * 64),
             max_document_tokens=config.max_document_tokens,
             masked=any(part.masks_loss for part in config.parts),
+            without=None if self.evaluated is None else self.storage.join(self.evaluated.file),
         )
 
     def manifest(self) -> dict[str, Any]:
@@ -168,6 +179,7 @@ class _Making:
             "seed": config.seed,
             "config": _settings(config),
             **masked,
+            **({} if self.evaluated is None else {"decontaminated": self.evaluated.record()}),
         }
 
 
@@ -261,9 +273,14 @@ def _tokenize(work: Sequence[Unit], job: Job, parallelism: int | None) -> list[d
     return sorted(records, key=lambda record: record["unit"])
 
 
-def _fingerprint(config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[sources.SourceFile]) -> str:
+def _fingerprint(
+    config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[sources.SourceFile], evaluated: Overlap | None
+) -> str:
     """Names everything the output depends on, and nothing else."""
-    settings = {key: value for key, value in _settings(config).items() if key not in ("source", "tokenizer")}
+    apart = ("source", "tokenizer", "decontaminate")
+    settings = {key: value for key, value in _settings(config).items() if key not in apart}
+    if evaluated is not None:
+        settings["decontaminate"] = evaluated.sha256
     versions: list[list[Any]] = [[file.name, file.format, file.compression, file.bytes, file.version] for file in files]
     if isinstance(config.source, SourceConfig):
         settings["source"] = identity(config.source)
@@ -274,7 +291,7 @@ def _fingerprint(config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[so
 def _settings(config: PrepareConfig) -> dict[str, Any]:
     """The config as JSON; options younger than the first datasets are absent at their default, so those stay valid."""
     settings = config.model_dump(mode="json")
-    for name in ("max_document_tokens", "tokenize"):
+    for name in ("max_document_tokens", "tokenize", "decontaminate"):
         if getattr(config, name) == PrepareConfig.model_fields[name].default:
             del settings[name]
     return settings

@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
+from lt2_platform.data import overlap
+from lt2_platform.data.overlap import Overlap
 from lt2_platform.data.pack import IGNORED, document_hash, frame, join_framed, learned, pack, split_framed
 from lt2_platform.data.sources.configs import FileSource
 from lt2_platform.data.sources.documents import Document, Fault, Piece, text_of
@@ -40,7 +42,8 @@ _Placed = tuple[SourceFile, Slice, int, Document]
 class Job:
     """What every task of one prepare run needs to know. `staging` is a folder under `out`; `width` is seq_len + 1.
 
-    `masked`: shards get a column that says which tokens are learned.
+    `masked`: shards get a column that says which tokens are learned. `without`: the file of what documents may not
+    overlap (lt2_platform.data.overlap).
     """
 
     out: str
@@ -53,6 +56,7 @@ class Job:
     shard_sequences: int
     max_document_tokens: int | None = None
     masked: bool = False
+    without: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,11 @@ class _Tally:
 
 
 def plan(
-    files: Sequence[SourceFile], parts: Sequence[FileSource], limit: int | None, bad: Sequence[str] = ()
+    files: Sequence[SourceFile],
+    parts: Sequence[FileSource],
+    limit: int | None,
+    bad: Sequence[str] = (),
+    without: Overlap | None = None,
 ) -> list[Unit]:
     """The units of all files, as far as they hold the first `limit` documents. Raises as `plan_units` does."""
     planned = plan_units(files, parts, bad=bad)
@@ -102,15 +110,15 @@ def plan(
         if not remaining:
             break
         kept.append(Unit(unit.index, unit.parts, remaining))
-        remaining -= _count_documents(kept[-1], parts)
+        remaining -= _count_documents(kept[-1], parts, without)
     return kept
 
 
-def _count_documents(unit: Unit, parts: Sequence[FileSource]) -> int:
+def _count_documents(unit: Unit, parts: Sequence[FileSource], without: Overlap | None) -> int:
     """Usable documents of a unit, counted up to its limit by reading only."""
     found = 0
     for file, part in unit.parts:
-        for row in read_rows(file, part, parts[file.source]):
+        for row in read_rows(file, part, parts[file.source], without):
             found += row.text is not None and not isinstance(row.text, Fault)
             if found == unit.limit:
                 return found
@@ -198,10 +206,11 @@ def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[np
 
 def _documents(unit: Unit, job: Job, tally: _Tally, bad: IO[bytes]) -> Iterator[_Placed]:
     remaining = unit.limit
+    without = None if job.without is None else overlap.read(job.without)
     for index, (file, part) in enumerate(unit.parts):
         counts = {"rows": 0, "documents": 0, "left_out": 0}
         tally.parts.append(counts)
-        for row, text in read_rows(file, part, job.sources[file.source]):
+        for row, text in read_rows(file, part, job.sources[file.source], without):
             if remaining == 0:
                 return
             counts["rows"] = row + 1

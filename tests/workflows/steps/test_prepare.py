@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
 
@@ -11,6 +12,7 @@ from lt2.config import ConfigError, load_source
 from lt2_platform.data.sources.listing import describe, look_through
 from lt2_platform.data.tokenizers.tokenize import describe as describe_tokenizer
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
+from lt2_platform.evaluate.harness.tasks import packs
 from lt2_platform.storage import Storage
 from lt2_workflows.console import describe as line
 from lt2_workflows.engine.context import StepContext
@@ -155,6 +157,27 @@ def test_prepare_checks_every_path_of_a_mixture(tmp_path):
     )
     with pytest.raises(ConfigError, match=rf"^source {tmp_path}/nope does not exist; give a file, a folder"):
         look_at(PrepareStep.model_validate({"source": {"type": "mixture", "sources": shares}}), tmp_path)
+
+
+def test_the_pack_whose_items_are_left_out_must_be_there_and_a_change_of_it_is_told(tmp_path):
+    def places():
+        step = PrepareStep(decontaminate={"pack": f"{tmp_path}/pack"})
+        storage = Storage(str(tmp_path / "storage"))
+        workflow = Workflow("w", {"prepare": step})
+        context = StepContext(storage, workflow, workflow.steps["prepare"], lambda values: None)
+        assert f", without what overlaps {tmp_path}/pack" in describe_prepare(step, context)
+        return [place for place in places_of(step, context) if place.field == "decontaminate.pack"]
+
+    (place,) = places()
+    with pytest.raises(ConfigError, match="is not an evaluation pack"):
+        place.look(place.uri)
+    rows = {"test": pa.Table.from_pylist([{"query": "q", "choices": ["a"], "gold": 0}])}
+    packs.add(place.uri, {"mine": rows}, {"mine": "here"})
+    place.look(place.uri)
+    before = place.version(place.uri)
+    packs.add(place.uri, {"more": rows}, {"more": "here"})
+    after = place.version(place.uri)
+    assert (list(before), list(after), before["mine"]) == (["mine"], ["mine", "more"], after["mine"])
 
 
 def test_rows_that_were_left_out_are_counted_beside_all_of_them_with_the_reasons():

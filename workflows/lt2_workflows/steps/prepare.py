@@ -25,6 +25,7 @@ from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import NotKnownYetError, Place, StepConfig, step_type
 from lt2_workflows.outside import USED_AS_IT_IS
 from lt2_workflows.steps.refs import DatasetRef
+from lt2_workflows.steps.task_inputs import pack_place
 
 
 class PrepareStep(StepConfig, PrepareConfig):
@@ -46,11 +47,14 @@ def prepare_places(config: PrepareStep, context: StepContext) -> Iterator[Place]
     for part in config.parts:
         look = partial(look_for, format=part.format, by_extension=part.by_extension)
         yield from (Place("source", path, look) for path in paths_of(part) if path != STDLIB)
+    if config.decontaminate is not None:
+        yield pack_place("decontaminate.pack", config.decontaminate.pack, config.decontaminate.tasks)
 
 
 def describe_prepare(config: PrepareStep, context: StepContext) -> str:
     how = ", tokenised while training" if config.tokenize == "on_the_fly" else ""
-    text = f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}{how}"
+    apart = f", without what overlaps {config.decontaminate.pack}" if config.decontaminate is not None else ""
+    text = f"{describe(config.source)} -> {config.tokenizer} tokens in rows of {config.seq_len:,}{how}{apart}"
     if (done := read_done(context.storage, context.step)) is not None:
         text += f": {contents(done['result']['splits'])}"
     changes = input_changes(config, context)

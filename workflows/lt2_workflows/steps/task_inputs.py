@@ -23,8 +23,12 @@ def packs_of(tasks: Sequence[TaskConfig], field: str, pack: Ref | str | None = N
         place = task.pack or pack or ""
         if not isinstance(place, Ref):
             names = suite_tasks(task.suite, task.tasks)
-            look, version = partial(_look_for_tasks, names=names), partial(_tasks_version, names=names)
-            yield Place(f"{field}.{index}.pack" if task.pack or pack is None else "pack", place, look, version)
+            yield pack_place(f"{field}.{index}.pack" if task.pack or pack is None else "pack", place, names)
+
+
+def pack_place(field: str, pack: str, names: Sequence[str]) -> Place:
+    """A pack of which these tasks are read; without names, all of it."""
+    return Place(field, pack, partial(_look_for_tasks, names=names), partial(_tasks_version, names=names))
 
 
 def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
@@ -40,7 +44,9 @@ def _tasks_version(pack: str, names: Sequence[str]) -> dict[str, str]:
     from lt2_platform.evaluate.harness.tasks.packs import read_manifest
 
     tasks = read_manifest(pack)["tasks"]
-    return {name: digest([tasks[name].get(key) for key in ("format", "splits")]) for name in names if name in tasks}
+    return {
+        name: digest([tasks[name].get(key) for key in ("format", "splits")]) for name in names or tasks if name in tasks
+    }
 
 
 def check_lengths(field: str, tasks: Sequence[TaskConfig], seq_len: Callable[[], int]) -> None:

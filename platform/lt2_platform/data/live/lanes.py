@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lt2.config import ConfigError
+from lt2_platform.data import overlap
 from lt2_platform.data.pack import join_framed, learned, pack
 from lt2_platform.data.sources.configs import FileSource
 from lt2_platform.data.sources.documents import Document, Fault
@@ -47,7 +48,8 @@ class Cursor(NamedTuple):
 class LivePlan:
     """Everything a stream depends on. units[s]: the units of source s; weights: how often each source has its turn.
 
-    `quarantine`: where unusable rows are written, unit by unit; None: nowhere.
+    `quarantine`: where unusable rows are written, unit by unit; None: nowhere. `without`: the file of what documents
+    may not overlap (lt2_platform.data.overlap).
     """
 
     files: tuple[SourceFile, ...]
@@ -60,6 +62,7 @@ class LivePlan:
     max_document_tokens: int | None = None
     masked: bool = False
     quarantine: str | None = None
+    without: str | None = None
 
     def unit(self, source: int, number: int) -> tuple[int, LiveUnit]:
         """(index, slices) of the unit that is number `number` of a source, counted through all epochs."""
@@ -162,8 +165,8 @@ class Lane:
             Storage(self.plan.quarantine).write_bytes(name, lines.encode())
 
     def _rows(self, part: Slice) -> Iterator[Any]:
-        file = self.plan.files[part.file]
-        return read_rows(file, part, self.plan.sources[file.source])
+        file, place = self.plan.files[part.file], self.plan.without
+        return read_rows(file, part, self.plan.sources[file.source], None if place is None else overlap.read(place))
 
 
 Cursors = Mapping[str, Sequence[int]]

@@ -140,4 +140,5 @@ def live_plan(
         max_document_tokens=config.max_document_tokens,
         masked="loss_mask" in manifest,
         quarantine=quarantine,
+        without=Storage(uri).join(manifest["decontaminated"]["file"]) if config.decontaminate is not None else None,
     )

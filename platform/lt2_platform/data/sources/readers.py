@@ -8,15 +8,17 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lt2.config import ConfigError
+from lt2_platform.data.overlap import Overlap
 from lt2_platform.data.sources.columns import check_columns, is_text
 from lt2_platform.data.sources.configs import FileSource
-from lt2_platform.data.sources.documents import SAMPLE_CHARACTERS, Document, Fault, checked
+from lt2_platform.data.sources.documents import SAMPLE_CHARACTERS, Document, Fault, checked, text_of
 from lt2_platform.data.sources.listing import PIECE_BYTES, Slice, SourceFile
 from lt2_platform.storage import arrow_filesystem
 from lt2_platform.storage_errors import is_of_the_store
@@ -36,8 +38,23 @@ class Row(NamedTuple):
     text: Document | Fault | None
 
 
-def read_rows(file: SourceFile, part: Slice, source: FileSource) -> Iterator[Row]:
-    """The rows of one slice in file order. Raises ConfigError if the file itself cannot be read."""
+def read_rows(file: SourceFile, part: Slice, source: FileSource, without: Overlap | None = None) -> Iterator[Row]:
+    """The rows of one slice in file order; bad ones are also those that overlap `without`, the items of evaluations.
+
+    Raises ConfigError if the file itself cannot be read.
+    """
+    rows = _rows(file, part, source)
+    return rows if without is None else map(partial(_not_evaluated, without=without), rows)
+
+
+def _not_evaluated(row: Row, *, without: Overlap) -> Row:
+    if row.text is None or isinstance(row.text, Fault):
+        return row
+    found = without.find(text_of(row.text))
+    return row if found is None else Row(row.row, Fault(f"overlaps {found[0]}", found[1][:SAMPLE_CHARACTERS]))
+
+
+def _rows(file: SourceFile, part: Slice, source: FileSource) -> Iterator[Row]:
     with _blaming(file):
         if file.format == "parquet":
             yield from _parquet_rows(file, part, source)
