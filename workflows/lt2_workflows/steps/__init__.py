@@ -4,6 +4,7 @@ Importing them imports neither torch nor Ray: plans and drivers need only the co
 sweep step is in lt2_workflows.sweeps.
 """
 
+from lt2_workflows.steps.average import AverageStep
 from lt2_workflows.steps.distill import DistillStep
 from lt2_workflows.steps.document import DocumentStep
 from lt2_workflows.steps.evaluate import EvaluateStep
@@ -17,6 +18,7 @@ from lt2_workflows.steps.state_recall import StateRecallStep
 from lt2_workflows.steps.teacher import ImportModelStep, ImportOuroStep, TeacherTopKStep
 
 __all__ = [
+    "AverageStep",
     "CheckpointRef",
     "DatasetRef",
     "DistillStep",

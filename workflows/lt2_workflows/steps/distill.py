@@ -17,6 +17,7 @@ from lt2_platform.distill.run import NEW_MIXER, DistillRun, kept_layout, stage_c
 from lt2_platform.wording import amount
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.graph import NotKnownYetError, Ref, StepConfig, step_type
+from lt2_workflows.steps.average import AverageStep
 from lt2_workflows.steps.prepare import dataset_facts
 from lt2_workflows.steps.pretrain import (
     PretrainStep,
@@ -114,6 +115,8 @@ def planned_checkpoint(place: CheckpointRef | str, context: StepContext) -> Mode
     source = context.workflow.configs[place.step]
     if isinstance(source, ImportModelStep):
         return source.model
+    if isinstance(source, AverageStep):
+        return planned_checkpoint(source.checkpoint, context)
     return planned_model(source, context)[0] if isinstance(source, PretrainStep) else None
 
 

@@ -195,10 +195,11 @@ def resolve(uri: str) -> str:
         raise CheckpointError(f"{uri}: no checkpoint of a step that was evaluated (train.eval_every)")
     if storage.exists("config.json"):
         raise CheckpointError(
-            f"{uri} is a Hugging Face folder, not a checkpoint of ours; `lt2 eval` and transformers read it"
+            f"{uri} is a Hugging Face folder, not a checkpoint of ours; `lt2 eval` and transformers read it, and a "
+            "step of type import_model makes one of it"
         )
     otherwise = "give a run's folder (steps/NAME-… under the storage root) or a checkpoint"
-    advice = remaking(uri, otherwise, made_by=("pretrain", "distill", "import_model", "import_ouro"))
+    advice = remaking(uri, otherwise, made_by=("pretrain", "distill", "average", "import_model", "import_ouro"))
     raise CheckpointError(f"{uri}: no complete checkpoint in it or in {storage.join('checkpoints')}; {advice}")
 
 

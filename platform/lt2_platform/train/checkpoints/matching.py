@@ -10,6 +10,9 @@ from lt2_platform.json_values import sha256_of
 from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo
 from lt2_platform.train.checkpoints.integrity import CheckpointError
 
+WEIGHTS_ONLY = {"averaged", "imported"}
+"""What the `train` record of a checkpoint without moments says of how it came to be."""
+
 
 def lineage(info: CheckpointInfo) -> str:
     """12 hex digits that checkpoints share which differ in their seeds only, and in those of what they come from."""
@@ -62,8 +65,8 @@ def check_continues(
     training, where the place is one of as many lanes as a batch has sequences.
     """
     advice = "use `start` to take only its weights"
-    if not info.train:
-        raise CheckpointError(f"{info.uri} was not trained here and holds weights only; {advice}")
+    if not info.train or info.train.keys() & WEIGHTS_ONLY:
+        raise CheckpointError(f"{info.uri} was not left by a training and holds weights only; {advice}")
     check_matches(info, config, tokenizer, advice)
     if info.state.step >= train.steps:
         raise CheckpointError(f"{info.uri} has {info.state.step:,} steps already; raise train.steps beyond that")

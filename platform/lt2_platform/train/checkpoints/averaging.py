@@ -1,0 +1,60 @@
+"""One model out of a run's last checkpoints: the mean of their weights (Izmailov et al. 2018; Kaddour 2022)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lt2.config import ConfigError
+from lt2_platform.data.tokenizers.tokenize import tokenizer_files
+from lt2_platform.storage import Storage
+from lt2_platform.train.checkpoints import checkpoint, integrity
+from lt2_platform.train.checkpoints.matching import check_matches, lineage
+
+
+def averaged(uri: str, last: int) -> list[str]:
+    """URIs of the checkpoints that are averaged, oldest first: the `last` complete ones that end with the one `uri`
+    means. Raises ConfigError where there are fewer."""
+    newest = checkpoint.resolve(uri)
+    folder, _, name = newest.rpartition("/")
+    names = integrity.complete(folder)
+    names = names[: names.index(name) + 1]
+    if len(names) < last:
+        raise ConfigError(
+            f"{folder} has {len(names)} complete checkpoints up to {name}, and {last} are to be averaged; train with a "
+            "larger train.keep_checkpoints, or average fewer"
+        )
+    return [Storage(folder).join(each) for each in names[-last:]]
+
+
+@torch.no_grad()
+def store_average(uri: str, out: str, *, last: int) -> dict[str, Any]:
+    """Write the mean of the weights of a run's last checkpoints, fp32, as the checkpoint of a run at `out`, with their
+    tokenizer and the newest one's step. Returns the run's summary. Does nothing where the checkpoint is complete.
+
+    Raises:
+        ConfigError: too few checkpoints, a damaged one, or ones of different models.
+    """
+    storage = Storage(out)
+    checkpoints = storage.join("checkpoints")
+    if not integrity.complete(checkpoints):
+        places = averaged(uri, last)
+        info = checkpoint.read_info(places[-1])
+        model, _, tokenizer = checkpoint.load_model(places[-1])
+        for count, place in enumerate(places[:-1], start=2):
+            check_matches(checkpoint.read_info(place), info.model, info.tokenizer, "average those of one run")
+            other, _, _ = checkpoint.load_model(place)
+            for mean, parameter in zip(model.parameters(), other.parameters(), strict=True):
+                mean.lerp_(parameter, 1 / count)
+        files = tokenizer_files(tokenizer["file"] or "byte")
+        made = {"averaged": last} | info.train
+        about = checkpoint.About(
+            info.model, info.tokenizer, files, made, data=info.data, sources={"averaged": lineage(info)}
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state to save
+        checkpoint.save(checkpoints, model, optimizer, info.state, about)
+    state = checkpoint.read_info(checkpoint.resolve(out)).state
+    result = {"step": state.step, "position": state.position, "tokens": state.tokens, "loss": None}
+    storage.write_json("summary.json", result | {"checkpoint": checkpoint.resolve(out)})
+    return result

@@ -1,0 +1,63 @@
+"""The step that averages a run's last checkpoints.
+
+Importing this module imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lt2.config import ConfigError
+from lt2.train.config import TrainConfig
+from lt2_workflows.engine.context import StepContext
+from lt2_workflows.engine.records import read_done
+from lt2_workflows.graph import StepConfig, step_type
+from lt2_workflows.steps.refs import CheckpointRef
+
+
+class AverageStep(StepConfig):
+    """The mean of the weights of a run's `last` checkpoints, as a run of its own: to be evaluated, or trained further
+    (`start` of a pretrain step). Under a constant learning rate it stands for a model whose rate has come down.
+    """
+
+    produces: ClassVar[str] = "checkpoint"
+    type: Literal["average"] = "average"
+    checkpoint: CheckpointRef | str
+    last: int = Field(default=5, ge=2)
+
+
+def check_enough(config: AverageStep, context: StepContext) -> None:
+    """Raise ConfigError where the run that is averaged keeps, or has, fewer checkpoints."""
+    place = config.checkpoint
+    step = context.workflow.steps[place.step] if isinstance(place, CheckpointRef) else None
+    if step is None or read_done(context.storage, step) is not None:
+        from lt2_platform.train.checkpoints.averaging import averaged
+
+        averaged(context.path(place), config.last)
+        return
+    train = getattr(step.config, "train", None)
+    if isinstance(train, TrainConfig) and (count := _kept(train)) < config.last:
+        raise ConfigError(
+            f"last {config.last}: step {step.name} will keep {count} of its checkpoints; set its "
+            f"train.keep_checkpoints to {config.last} or more, and train.checkpoint_every so that it makes as many"
+        )
+
+
+def _kept(train: TrainConfig) -> int:
+    """How many checkpoints a run leaves, its best one not counted."""
+    every = train.checkpoint_every or train.steps
+    saved = sorted({*range(every, train.steps + 1, every), train.steps})
+    older, always = saved[: -train.keep_checkpoints], train.keep_every
+    return len(saved) - len(older) + sum(always is not None and step % always == 0 for step in older)
+
+
+@step_type(
+    AverageStep, describe=lambda config, context: f"mean of the last {config.last} checkpoints", fits=check_enough
+)
+def run_average(config: AverageStep, context: StepContext) -> dict[str, Any]:
+    """Result: {"run", "step", "position", "tokens", "loss"}."""
+    from lt2_platform.train.checkpoints.averaging import store_average
+
+    return {"run": context.run_id} | store_average(context.path(config.checkpoint), context.out, last=config.last)
