@@ -28,10 +28,14 @@ SHORT = {
     "original_max_position_embeddings": 64,
     "beta_fast": 4.0,
 }
+BELOW = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 40}  # first < 0
+ABOVE = {"rope_type": "yarn", "rope_theta": 90.0, "factor": 8.0, "original_max_position_embeddings": 10**6}  # last > 63
 LOUD = QWEN3_LONG | {"attention_factor": 1.5}
 
 
-@pytest.mark.parametrize("rope", [LLAMA_32_1B, QWEN3_LONG, SHORT, LOUD, {"rope_type": "linear", "factor": 4.0}])
+@pytest.mark.parametrize(
+    "rope", [LLAMA_32_1B, QWEN3_LONG, SHORT, BELOW, ABOVE, LOUD, {"rope_type": "linear", "factor": 4.0}]
+)
 def test_frequencies_are_those_of_transformers(rope: dict[str, Any]):
     told = {"rope_theta": 1e4} | rope
     theirs = LlamaConfig(hidden_size=2048, num_attention_heads=32, rope_parameters=dict(told))

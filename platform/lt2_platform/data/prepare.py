@@ -277,9 +277,8 @@ def _fingerprint(
     config: PrepareConfig, tokenizer: Tokenizer, files: Sequence[sources.SourceFile], evaluated: Overlap | None
 ) -> str:
     """Names everything the output depends on, and nothing else."""
-    apart = ("source", "tokenizer", "decontaminate")
-    settings = {key: value for key, value in _settings(config).items() if key not in apart}
-    if evaluated is not None:
+    settings = {key: value for key, value in _settings(config).items() if key not in ("source", "tokenizer")}
+    if evaluated is not None:  # whatever the pack is called
         settings["decontaminate"] = evaluated.sha256
     versions: list[list[Any]] = [[file.name, file.format, file.compression, file.bytes, file.version] for file in files]
     if isinstance(config.source, SourceConfig):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from lt2.analysis.accounting import parameters
-from lt2.config import ConfigError, LinearRope
+from lt2.config import ConfigError, LinearRope, YarnRope
 from lt2.distill.student import start_from
 from lt2.interop.llama import config_from_llama
 from lt2.interop.pretrained import import_pretrained, pretrained_config
@@ -99,6 +99,14 @@ def test_older_configs_keep_rope_scaling_beside_theta():
     older = SIZES | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     config = config_from_llama(older)
     assert (config.rope_theta, config.rope_scaling) == (5e5, LinearRope(factor=2.0))
+
+
+def test_the_length_that_a_scaling_is_from_may_stand_outside_it():
+    yarn = SIZES | {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    told = [config_from_llama(yarn), config_from_llama(yarn | {"original_max_position_embeddings": 64})]
+    assert [config.rope_scaling for config in told] == [
+        YarnRope(factor=2.0, original_max_seq_len=length) for length in (128, 64)
+    ]
 
 
 def test_the_real_llama_and_qwen_have_their_published_sizes():

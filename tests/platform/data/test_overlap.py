@@ -34,6 +34,8 @@ def test_a_run_of_n_words_is_found_whatever_its_case_and_punctuation():
     assert found_by(13, ITEM).find("before " + " ".join(WORDS[4:16]) + " after") is None
     assert found_by(12, ITEM).find("before " + " ".join(WORDS[4:16]) + " after") is not None
     assert found_by(5, ITEM).find(" ".join(reversed(WORDS))) is None
+    assert found_by(18, ITEM).find(ITEM) is not None  # all there is of both
+    assert found_by(19, ITEM).find(ITEM * 2) is None
 
 
 @pytest.mark.parametrize("at_once", [7, 8, 9, 1000])
@@ -67,7 +69,7 @@ def pack(tmp_path) -> str:
     """Two tasks, one of them with a training split, and needles, which are no text of anybody's."""
     choices = {"test": pa.Table.from_pylist([{"query": f"Why? {ITEM}", "choices": ["a", "b"], "gold": 0}])}
     cloze = {
-        "test": pa.Table.from_pylist([{"context": OTHER, "prompt": "At", "answers": ["noon"]}]),
+        "test": pa.Table.from_pylist([{"context": OTHER, "prompt": "At", "answers": [f"no {ITEM[::-1]}"]}]),
         "train": pa.Table.from_pylist([{"context": "only here " * 20, "prompt": "At", "answers": ["noon"]}]),
     }
     needles = {"test": pa.Table.from_pylist([{"query": "hay " * 20, "outputs": ["1"], "max_length": 99}])}
@@ -79,6 +81,7 @@ def pack(tmp_path) -> str:
 def test_of_a_pack_all_texts_of_the_evaluated_items_count(pack):
     every = with_pack(Decontaminate(pack=pack))
     assert every.tasks == {"mine": {"items": 1, "long_enough": 1}, "read": {"items": 1, "long_enough": 1}}
+    assert every.find(ITEM[::-1]) is not None  # in a list
     assert [every.find(text) is None for text in (ITEM, OTHER, "only here " * 20, "hay " * 20)] == [False] * 2 + [
         True
     ] * 2
@@ -103,7 +106,7 @@ def write(folder, name, texts) -> str:
     return f"{folder}/{name}"
 
 
-def test_a_dataset_is_that_of_the_documents_that_overlap_nothing(pack, tmp_path, no_ray):
+def test_a_dataset_is_that_of_the_documents_that_overlap_nothing(pack, tmp_path, no_ray, monkeypatch):
     clean = [f"document {i} " * 20 for i in range(40)]
     mixed = [*clean[:20], f"A page that quotes: {ITEM} And goes on.", *clean[20:], OTHER]
     common = {"seq_len": 63, "validation_fraction": 0.2}
@@ -120,8 +123,17 @@ def test_a_dataset_is_that_of_the_documents_that_overlap_nothing(pack, tmp_path,
     assert told["tasks"] == {name: {"items": 1, "long_enough": 1} for name in ("mine", "read")}
     assert (tmp_path / "guarded" / told["file"]).is_file()
     assert "decontaminated" not in plain
-    few = prepare(PrepareConfig(source=source, max_documents=21, **guarded), f"{tmp_path}/few")
-    assert sum(split["documents"] for split in few["splits"].values()) == 21
+    monkeypatch.setattr(listing, "UNIT_BYTES", 5000)
+    monkeypatch.setattr(listing, "PIECE_BYTES", 5000)
+    few = prepare(PrepareConfig(source=source, max_documents=30, **guarded), f"{tmp_path}/few")
+    assert sum(split["documents"] for split in few["splits"].values()) == 30
+
+
+def test_a_corpus_of_which_nothing_is_left_leaves_no_folder(pack, tmp_path, no_ray):
+    source = write(tmp_path / "a", "a.jsonl", [ITEM, OTHER])
+    with pytest.raises(ConfigError, match=r"no usable row in .*\(overlaps mine: 1, overlaps read: 1\)"):
+        prepare(PrepareConfig(source=source, decontaminate=Decontaminate(pack=pack)), f"{tmp_path}/out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_pack_makes_another_dataset_and_the_same_one_does_not(pack, tmp_path, no_ray):
