@@ -24,7 +24,7 @@ from tests.lt2.tiny import tokens
 
 SIZES: dict[str, Any] = {
     "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8, "rms_norm_eps": 1e-2,
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -122,6 +122,17 @@ def test_the_real_llama_and_qwen_have_their_published_sizes():
     assert parameters(config_from_llama(qwen)).total == 596_049_920
 
 
+def test_a_window_as_long_as_the_rows_is_none():
+    assert config_from_llama(SIZES | {"model_type": "mistral", "sliding_window": 128}).max_seq_len == 128
+
+
+def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to_is_left_out(tmp_path: Path):
+    _, ours = write("tied", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
+    torch.testing.assert_close(dict(import_pretrained(tmp_path).named_parameters()), dict(ours.named_parameters()))
+
+
 def test_the_rotary_table_that_old_checkpoints_hold_is_left_out(tmp_path: Path):
     _, ours = write("llama", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -137,6 +148,7 @@ def test_the_rotary_table_that_old_checkpoints_hold_is_left_out(tmp_path: Path):
         ({"attention_bias": True}, "llama config has attention_bias=True"),
         ({"mlp_bias": True}, "llama config has mlp_bias=True"),
         ({"model_type": "mistral", "sliding_window": 64}, "mistral config has sliding_window=64"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "mistral config has sliding_window=4096"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling of type 'longrope'; only linear, llama3, yarn"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling 'yarn' with mscale"),
         ({"rope_scaling": {"type": "linear"}}, "llama config: rope_scaling.linear.factor: Field required"),
