@@ -1,19 +1,15 @@
 """Workflows, read from the records that the workflow engine leaves in storage.
 
 workflows/<id>/dag.json                     {"id", "ids": {step name: step id}, "steps"…}; a trial's "part_of" a step id
-workflows/<id>/events/*.jsonl
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 from lt2_dashboards.records import Records, checked, is_name
 from lt2_dashboards.steps import spec_path, step_states
-from lt2_platform.results.parts import read_many
-from lt2_platform.step_records import parse
 from lt2_platform.storage import Storage
 
 MAX_WORKFLOWS = 200  # newest first on the list
@@ -63,7 +59,7 @@ def read_trials(storage: Storage, step_id: str, now: float) -> dict[str, Any]:
 
 
 def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, Any]:
-    """One workflow: steps in an order in which each comes after what it needs, edges, events, unreadable files."""
+    """One workflow: steps in an order in which each comes after what it needs, edges, unreadable files."""
     records = Records(storage)
     absent = f"no workflow {workflow_id[:60]!r} in {storage.root}; it may have been deleted, its runs' numbers stay"
     dag = records.required(_dag_path(workflow_id), absent)
@@ -77,10 +73,8 @@ def read_workflow(storage: Storage, workflow_id: str, now: float) -> dict[str, A
     return {
         "id": workflow_id,
         "part_of": dag.get("part_of"),
-        "recipe": dag.get("workflow") or workflow_id,
         "state": overall([step["state"] for step in steps]),
         "steps": in_order(steps),
-        "events": _events(storage, workflow_id),
         "skipped": records.lines(),
     }
 
@@ -148,16 +142,3 @@ def _summaries(records: Records, dags: dict[str, dict[str, Any]], now: float) ->
             }
         )
     return found
-
-
-def _events(storage: Storage, workflow_id: str) -> list[dict[str, Any]]:
-    folder = f"workflows/{workflow_id}/events"
-    names = [name for name in storage.list(folder) if name.endswith(".jsonl")][-20:]
-    lines = [
-        line for data in read_many(storage, [f"{folder}/{n}" for n in names]) for line in (data or b"").splitlines()
-    ]
-    events = []
-    for line in lines:
-        with suppress(ValueError):  # a damaged one may be half written
-            events.append(parse(line, {}))
-    return sorted(events, key=lambda event: event.get("time") or 0)[-200:]

@@ -16,12 +16,12 @@ PAGE_SIZE = 100
 MAX_QUERY = 500  # characters
 STATUSES = ("running", "stalled", "finished", "failed")
 TEXTS = ("run", "workflow", "status", "note")
-BUILT_IN = {name: name for name in (*TEXTS, "created", "updated", "step")}
+BUILT_IN = (*TEXTS, "created", "updated", "step")
 SHOWN_AS = {"live": "running"}  # what pages call a status
 MAX_VARYING = 40  # settings offered as columns
 
 _TERM = re.compile(r"(?P<key>[^\s=<>!~]+)(?P<op>>=|<=|!=|=|<|>|~)(?P<value>\S*)")
-_ORDER = {"<": "<", ">": ">", "<=": "<=", ">=": ">="}
+_ORDER = ("<", ">", "<=", ">=")
 
 
 @dataclass
@@ -130,7 +130,7 @@ def matching(
         metric,
         limit,
     )
-    return [(run, value) for run, value in runs], _varying(picked, picked.query("SELECT count(*) FROM picked")[0][0])
+    return runs, _varying(picked, picked.query("SELECT count(*) FROM picked")[0][0])
 
 
 def how_many(snapshot: Snapshot, *, at: Moment, q: str, metrics: Sequence[str]) -> dict[str, int]:
@@ -175,14 +175,15 @@ def _only(picked: _Picked, status: str) -> None:
 
 
 def _built_in(picked: _Picked, key: str, op: str, value: str) -> None:
-    column = BUILT_IN[key]
     if key in TEXTS:
         if op in _ORDER:
             raise ConfigError(f"{key}{op}{value}: {key} is text; use =, != or ~")
-        text = f"coalesce({column}, '')"
+        text = f"coalesce({key}, '')"
         condition = {"=": f"{text} = ?", "!=": f"{text} <> ?", "~": f"contains(lower({text}), lower(?))"}[op]
         return picked.add(condition, SHOWN_AS.get(value, value) if key == "status" else value)
-    return picked.add(f"{column} {_ORDER.get(op, '=')} ?", _number(key, op, value))
+    if op == "~":
+        raise ConfigError(f"{key}{op}{value}: {key} is a number; use =, !=, <, >, <= or >=")
+    return picked.add(f"{key} {op} ?", _number(key, op, value))
 
 
 def _setting_or_metric(picked: _Picked, key: str, op: str, value: str) -> None:
@@ -200,8 +201,8 @@ def _setting_or_metric(picked: _Picked, key: str, op: str, value: str) -> None:
         metric, metric_bound = "false", []
     elif op in _ORDER:
         number = _number(key, op, value)
-        setting, bound = f"c.number {_ORDER[op]} ?", [number]
-        metric, metric_bound = f"n.value {_ORDER[op]} ?", [number]
+        setting, bound = f"c.number {op} ?", [number]
+        metric, metric_bound = f"n.value {op} ?", [number]
     else:
         setting, bound = "(c.text = ? OR c.number = TRY_CAST(? AS DOUBLE))", [value, value]
         metric, metric_bound = "n.value = TRY_CAST(? AS DOUBLE)", [value]
@@ -225,7 +226,7 @@ def _rows(picked: _Picked, sort: str, limit: int | None, offset: int) -> list[di
     direction = "DESC" if sort.startswith("-") else "ASC"
     column = sort.removeprefix("-")
     if column in BUILT_IN:
-        join, order, bound = "", f"{BUILT_IN[column]} {direction}", []
+        join, order, bound = "", f"{column} {direction}", []
     else:
         join = (
             "LEFT JOIN (SELECT run AS run_, any_value(number) AS number, any_value(text) AS text FROM "

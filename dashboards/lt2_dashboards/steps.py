@@ -96,7 +96,7 @@ def _attempt(records: Records, step_id: str, attempt: int, now: float) -> dict[s
     state, lease = records.read_all(paths)
     name = attempt_state(state, lease, now)
     broken = records.skipped.get(paths[0]) or (records.skipped.get(paths[1]) if name == "lost" else None)
-    known = {key: (state or {}).get(key) for key in ("started", "ended", "error", "progress")}
+    known = {key: (state or {}).get(key) for key in ("started", "ended", "error")}
     known |= {"state": name, "host": (lease or {}).get("host"), "provenance": (state or {}).get("provenance") or {}}
     return known | ({"state": "unreadable", "error": broken} if broken else {})
 

@@ -68,6 +68,7 @@ def test_runs_newest_first_with_what_differs(client):
         ("ratio=1:4", ["hybrid-2"]),
         ("perplexity<10.5", ["hybrid-2"]),
         ("step<=10 loss>0", ["stalled-5"]),
+        ("step!=50 step!=20", ["stalled-5", "gdn-3"]),
         ("status=failed", ["gdn-3"]),
         ("nothing", []),
     ],
@@ -93,6 +94,7 @@ def test_status_filter_and_sort(client):
         ("foo=1", "no setting or metric is called 'foo'"),
         ("lr>fast", "'fast' is not a number"),
         ("run<3", "run is text"),
+        ("step~5", "step is a number"),
         ("x" * 501, "at most 500"),
     ],
 )

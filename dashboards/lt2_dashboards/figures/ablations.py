@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.paper import GATES, LEVELS, PATTERNS, RATIOS
 from lt2_dashboards.figures.parts.repeats import Known, Line, Mean, depth_and_size, lines
-from lt2_dashboards.figures.parts.series import line, points, whiskers
+from lt2_dashboards.figures.parts.series import chart, line, points, whiskers
 from lt2_dashboards.figures.parts.store import Architecture, Evaluated, evaluated
 from lt2_dashboards.figures.parts.texts import perplexity_notes
 from lt2_dashboards.queries import Source
@@ -160,13 +160,7 @@ def _beside_paper(x_axis: dict[str, Any], quality: Quality, series: list[dict[st
     paper, ours = (
         {"type": "value", "name": f"{AXES[quality]}, {whose}", "scale": True} for whose in ("paper", "this store")
     )
-    return {
-        "xAxis": x_axis,
-        "yAxis": [paper, ours | {"splitLine": {"show": False}}],
-        "series": series,
-        "tooltip": {"trigger": "item"},
-        "legend": {"show": True},
-    }
+    return chart(x_axis, [paper, ours | {"splitLine": {"show": False}}], series)
 
 
 def value_of(run: Evaluated, quality: Quality) -> float | None:

@@ -13,7 +13,8 @@ from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.across import NAMES, X, across
 from lt2_dashboards.figures.parts.chosen import mixed_losses
 from lt2_dashboards.figures.parts.names import told_apart
-from lt2_dashboards.figures.parts.seed_means import ON_ANY, by_seed, mean_lines
+from lt2_dashboards.figures.parts.seed_means import by_seed, mean_lines
+from lt2_dashboards.figures.parts.series import band, line
 from lt2_dashboards.figures.parts.store import known_runs
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.results.curves import refit
@@ -103,9 +104,9 @@ def curves(
             values = "1 value is" if bad == 1 else f"{bad:,} values are"
             notes.append(f"{run}: {values} NaN or infinite and not drawn.")
     together, names = _groups(runs, known, lines, seeds=seeds), told_apart(snapshot, list(known))
-    band = len(runs) <= 3 and not log and not smooth
+    banded = len(runs) <= 3 and not log and not smooth
     for position, members in together:
-        series += _of_group(members, names, position, lines, band=band, log=log, smooth=smooth)
+        series += _of_group(members, names, position, lines, banded=banded, log=log, smooth=smooth)
     if any(len(members) > 1 for _, members in together):
         notes.append(SEED_MEANS)
     if empty and len(empty) < len(known):
@@ -165,7 +166,7 @@ def _of_group(
     position: int,
     lines: Mapping[str, Line],
     *,
-    band: bool,
+    banded: bool,
     log: bool,
     smooth: int,
 ) -> list[dict[str, Any]]:
@@ -173,9 +174,9 @@ def _of_group(
         points = [
             (at, np.array(_smoothed(curve["mean"].to_numpy(), smooth))) for curve, at in map(lines.__getitem__, members)
         ]
-        if together := mean_lines(members, position, points, band=not log):
+        if together := mean_lines(members, position, points, banded=not log):
             return together
-    return [each for run in members for each in _lines(names[run], position, *lines[run], band=band, smooth=smooth)]
+    return [each for run in members for each in _lines(names[run], position, *lines[run], banded=banded, smooth=smooth)]
 
 
 def _table(found: dict[str, tuple[pa.Table, float, np.ndarray]], with_places: bool) -> list[list[Any]]:
@@ -190,28 +191,18 @@ def _table(found: dict[str, tuple[pa.Table, float, np.ndarray]], with_places: bo
 
 
 def _lines(
-    name: str, position: int, curve: pa.Table, places: np.ndarray, *, band: bool, smooth: int
+    name: str, position: int, curve: pa.Table, places: np.ndarray, *, banded: bool, smooth: int
 ) -> list[dict[str, Any]]:
-    banded = band and int(curve["width"].to_numpy().max()) > 1
+    banded = banded and int(curve["width"].to_numpy().max()) > 1
     metric = curve["metric"][0].as_py()
     # Gradient spikes are what one looks for, and a mean over a bucket would hide them; the band shows them already.
     value = curve["max" if metric in SPIKY and not banded and not smooth else "mean"].to_numpy()
     at = places.tolist()  # steps are whole numbers, of which every digit counts
     at = [rounded(value) if isinstance(value, float) else value for value in at]
-    line = {
-        "type": "line",
-        "name": name,
-        "colorIndex": position,
-        "showSymbol": curve.num_rows < 2,
-        "data": [[a, rounded(v)] for a, v in zip(at, _smoothed(value, smooth))],
-    }
-    if not banded:
-        return [line]
+    data = [[a, rounded(v)] for a, v in zip(at, _smoothed(value, smooth))]
     low, high = curve["min"].to_numpy(), curve["max"].to_numpy()
-    common = {"type": "line", "name": name, "stack": f"range {name}", "band": True, "colorIndex": position} | ON_ANY
-    below = {**common, "data": [[a, rounded(v)] for a, v in zip(at, low)]}
-    range_ = {**common, "areaStyle": {"opacity": 0.16}, "data": [[a, rounded(v)] for a, v in zip(at, high - low)]}
-    return [below, range_, line]
+    behind = band(name, at, low, high - low, position) if banded else []
+    return [*behind, line(name, data, position, showSymbol=curve.num_rows < 2)]
 
 
 def _top(series: list[dict[str, Any]]) -> tuple[float | None, list[str]]:

@@ -10,7 +10,7 @@ from lt2_dashboards.figures.ablations import AXES
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.names import told_apart
 from lt2_dashboards.figures.parts.paper import DOWNSTREAM, contradictions, mean_of_tasks
-from lt2_dashboards.figures.parts.series import line, points, whiskers
+from lt2_dashboards.figures.parts.series import chart, frontier, line, points, whiskers
 from lt2_dashboards.figures.parts.store import Evaluated, evaluated, rows_of
 from lt2_dashboards.figures.parts.texts import PER_TOKEN, perplexity_notes, text_notes
 from lt2_dashboards.queries import Source
@@ -51,12 +51,12 @@ def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoni
     kinds = sorted({kind for _, kind, *_ in ours}, key=lambda kind: (kind == ELSEWHERE, kind))
     series = []
     if paper:
-        series = [points("paper", _points(paper), symbolSize=8), _frontier("paper, frontier", paper, better, None)]
+        series = [points("paper", _points(paper), symbolSize=8), _frontier_line("paper, frontier", paper, better, None)]
     for position, kind in enumerate(kinds):
         data = _points([point for point in ours if point[1] == kind])
         series.append(points(kind, data, position, symbol="diamond", symbolSize=12, z=4))
     if len(ours) > 1:
-        series.append(_frontier("this store, frontier", ours, better, len(kinds)))
+        series.append(_frontier_line("this store, frontier", ours, better, len(kinds)))
     notes = ["Paper: Table 2 at nominal sizes; averages are recomputed from the eight tasks."]
     notes += contradictions("1.3B")
     if quality == "perplexity":
@@ -74,17 +74,11 @@ def pareto(source: Source, *, quality: Literal["average", "perplexity", "reasoni
         notes += links
     table = [[run, "this store", kind, size, value] for run, kind, size, value in ours]
     table += [[model, "paper", kind, size, value] for model, kind, size, value in paper]
-    option = {
-        "xAxis": {"type": "log", "name": "parameters"},
-        "yAxis": {"type": "value", "name": SCORES[quality], "scale": True},
-        "series": series,
-        "tooltip": {"trigger": "item"},
-        "legend": {"show": True},
-        "empty": None if series else "No run has all three reasoning tasks yet.",
-    }
+    y = {"type": "value", "name": SCORES[quality], "scale": True}
+    nothing = "No run has all three reasoning tasks yet."
     return Figure(
         f"Quality by parameters: {SCORES[quality]}",
-        option,
+        chart({"type": "log", "name": "parameters"}, y, series, nothing),
         ["model", "source", "architecture", "parameters", quality],
         lambda: table,
         notes,
@@ -112,15 +106,9 @@ def _points(found: list[Point]) -> list[dict[str, Any]]:
     ]
 
 
-def _frontier(name: str, found: list[Point], better: Any, colour: int | None) -> dict[str, Any]:
+def _frontier_line(name: str, found: list[Point], better: Any, colour: int | None) -> dict[str, Any]:
     """A step line through the points that no model of at most their size beats."""
-    steps: list[list[float | None]] = []
-    best: float | None = None
-    for size in sorted({point[2] for point in found}):
-        here = better(value for _, _, s, value in found if s == size)
-        if best is None or better(here, best) != best:
-            best = here
-            steps.append([size, rounded(here)])
+    steps = [[size, rounded(value)] for *_, size, value in frontier(found, lambda point: point[2:], better)]
     if steps:
         steps.append([max(point[2] for point in found), steps[-1][1]])
     return line(name, steps, colour, step="end", lineStyle={"type": "dotted"}, silent=True)
@@ -173,18 +161,12 @@ def depth(
             early = sorted(lines[True], key=lambda point: point["value"])
             pins = {"symbol": "pin", "symbolSize": 18, "lineStyle": {"type": "dashed"}}
             series.append(line(f"{names[run]}, early exit", early, position, showSymbol=True, **pins))
-    option = {
-        "xAxis": {"type": "log", "name": "forward FLOPs per token"},
-        "yAxis": {"type": "value", "name": f"{task}, {metric}" if task != metric else metric, "scale": True},
-        "series": series,
-        "tooltip": {"trigger": "item"},
-        "legend": {"show": True},
-        "empty": None if found else _no_depths(source, task, metric),
-    }
+    y = {"type": "value", "name": f"{task}, {metric}" if task != metric else metric, "scale": True}
+    nothing = "" if found else _no_depths(source, task, metric)
     columns = ["run", "loops", "early exit", "mean loops", "FLOPs per token", metric, "standard error"]
     return Figure(
         f"Depth: {task} by compute",
-        option,
+        chart({"type": "log", "name": "forward FLOPs per token"}, y, series, nothing),
         columns,
         lambda: table,
         [

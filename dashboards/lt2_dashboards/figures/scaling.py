@@ -16,7 +16,7 @@ from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.across import NAMES
 from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, RESULTS, choose
 from lt2_dashboards.figures.parts.seed_means import by_seed
-from lt2_dashboards.figures.parts.series import line, points, whiskers
+from lt2_dashboards.figures.parts.series import chart, frontier, line, points, whiskers
 from lt2_dashboards.figures.parts.store import architecture
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.student import mean_std
@@ -82,7 +82,8 @@ def scaling(source: Source, *, q: str = "", metric: str = "", x: Literal["flops"
     series, rows, laws = [], [], {}
     for position, key in enumerate(sorted(grouped, key=names.__getitem__)):
         name, members = names[key], sorted(grouped[key], key=lambda point: (point.spent, point.value))
-        best, kind = _frontier(members, better), architecture(infos[members[0].runs[0]].config)
+        best = frontier(members, lambda point: (point.spent, point.value), better)
+        kind = architecture(infos[members[0].runs[0]].config)
         loops = kind.n_loops if kind else 1
         series += _drawn(name, members, position)
         if _FITTED.search(metric) and (law := _fit(best)):
@@ -92,14 +93,9 @@ def scaling(source: Source, *, q: str = "", metric: str = "", x: Literal["flops"
             [name, loops, p.spent, p.value, p.deviation, "yes" if p in best else "no", ", ".join(p.runs)]
             for p in members
         ]
-    option = {
-        "xAxis": {"type": "log", "name": NAMES[x]},
-        "yAxis": {"type": "value", "name": metric, "scale": True},
-        "series": series,
-        "tooltip": {"trigger": "item"},
-        "legend": {"show": True},
-        "empty": None if rows else f"No finished run that matches and started from scratch has the result {metric!r}.",
-    }
+    y = {"type": "value", "name": metric, "scale": True}
+    nothing = f"No finished run that matches and started from scratch has the result {metric!r}."
+    option = chart({"type": "log", "name": NAMES[x]}, y, series, nothing)
     notes = [*found.notes, *notes, *_said(laws, unit)]
     produce = "" if rows or q else "lt2 sweep examples/equal_flops.py:scaling"
     return Figure(title, option, columns, lambda: rows, notes, produce)
@@ -159,17 +155,6 @@ def _names(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             told = [f"{each.rpartition('.')[2]}={as_text(value)}" for each, value in list(apart[key].items())[:3]]
             names[key] = f"{name} ({', '.join(told) or number})"
     return names
-
-
-def _frontier(members: Sequence[Point], better: Any) -> list[Point]:
-    """Of points in order of what they spent those that no cheaper one beats."""
-    found: list[Point] = []
-    for point in members:
-        if not found or (better(point.value, found[-1].value) == point.value != found[-1].value):
-            if found and found[-1].spent == point.spent:
-                found.pop()
-            found.append(point)
-    return found
 
 
 def _fit(best: Sequence[Point]) -> Law | None:

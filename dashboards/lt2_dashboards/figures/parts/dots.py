@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lt2_dashboards.figures.figure import rounded
-from lt2_dashboards.figures.parts.series import points, whiskers
+from lt2_dashboards.figures.parts.series import chart, points, whiskers
 
 MAX_RUNS = 40  # newest first
 APART, ROOM = 0.16, 0.8  # of a band: between two of our models, and for all of them
@@ -45,16 +45,12 @@ def dots(
         ]
         series += whiskers(run, ends, position)
         series.append(points(run, data, position, symbol="diamond", symbolSize=11, z=4))
-    return {
-        "xAxis": {"type": "value", "name": unit, "scale": True},
-        "yAxis": [
-            {"type": "category", "data": list(labels), "inverse": True, "splitLine": {"show": True}},
-            {"type": "value", "min": 0, "max": max(1, len(labels)), "inverse": True, "show": False},
-        ],
-        "series": [{**each, "yAxisIndex": 1} for each in series],
-        "tooltip": {"trigger": "item"},
-        "legend": {"show": True},
-    }
+    bands = [
+        {"type": "category", "data": list(labels), "inverse": True, "splitLine": {"show": True}},
+        {"type": "value", "min": 0, "max": max(1, len(labels)), "inverse": True, "show": False},
+    ]
+    x = {"type": "value", "name": unit, "scale": True}
+    return chart(x, bands, [{**each, "yAxisIndex": 1} for each in series])
 
 
 def _points(

@@ -10,8 +10,8 @@ import numpy as np
 
 from lt2_dashboards.figures.figure import rounded
 from lt2_dashboards.figures.parts.repeats import settings
+from lt2_dashboards.figures.parts.series import band, line
 
-ON_ANY = {"stackStrategy": "all"}  # a band stands on its lower end also where that is negative
 Points = tuple[np.ndarray, np.ndarray]  # places on the axis, ascending, and values there
 
 
@@ -43,7 +43,7 @@ def mean_and_deviation(curves: Sequence[Points]) -> tuple[np.ndarray, np.ndarray
     return places, mean, np.where(deviation > 1e-9 * np.abs(mean), deviation, 0.0)
 
 
-def mean_lines(runs: Sequence[str], position: int, curves: Sequence[Points], *, band: bool) -> list[dict[str, Any]]:
+def mean_lines(runs: Sequence[str], position: int, curves: Sequence[Points], *, banded: bool) -> list[dict[str, Any]]:
     """The series of such a group, in the colour of `position`; none if its curves share no place.
 
     "members" has its runs, by which pages colour the names of all of them alike.
@@ -52,17 +52,8 @@ def mean_lines(runs: Sequence[str], position: int, curves: Sequence[Points], *, 
     if found is None:
         return []
     name = f"{runs[0]} and {len(runs) - 1} more seed{'s' if len(runs) > 2 else ''}"
-    places, mean, deviation = (values.tolist() for values in found)
-    common = {"type": "line", "name": name, "colorIndex": position}
-    line = {
-        **common,
-        "members": list(runs),
-        "showSymbol": len(places) < 2,
-        "data": [[at, rounded(value)] for at, value in zip(places, mean)],
-    }
-    if not band:
-        return [line]
-    stacked = {**common, "stack": f"range {name}", "band": True} | ON_ANY
-    low = [[at, rounded(value - spread)] for at, value, spread in zip(places, mean, deviation)]
-    wide = [[at, rounded(2 * spread)] for at, spread in zip(places, deviation)]
-    return [{**stacked, "data": low}, {**stacked, "areaStyle": {"opacity": 0.16}, "data": wide}, line]
+    places, mean, deviation = found
+    at = places.tolist()
+    data = [[place, rounded(value)] for place, value in zip(at, mean)]
+    behind = band(name, at, mean - deviation, 2 * deviation, position) if banded else []
+    return [*behind, line(name, data, position, members=list(runs), showSymbol=len(at) < 2)]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from lt2_dashboards.figures.figure import rounded
+
+Item = TypeVar("Item")
 
 
 def line(name: str, data: list[Any], colour: int | None = None, **more: Any) -> dict[str, Any]:
@@ -26,6 +30,35 @@ def whiskers(name: str, ends: Iterable[tuple[list[Any], list[Any]]], colour: int
     data = [point for low, high in ends for point in (low, high, [None, None])]
     style = {"silent": True, "symbol": "none", "lineStyle": {"width": 1.5, "type": "solid"}}
     return [line(name, data, colour, **style, **more)] if data else []
+
+
+def band(name: str, places: Sequence[Any], low: Iterable[float], width: Iterable[float], colour: int) -> list[Any]:
+    """A shaded band from `low` up by `width`; stacked, also where its lower end is negative."""
+    common = {"stack": f"range {name}", "band": True, "stackStrategy": "all"}
+    below, above = ([[at, rounded(value)] for at, value in zip(places, values)] for values in (low, width))
+    return [line(name, below, colour, **common), line(name, above, colour, areaStyle={"opacity": 0.16}, **common)]
+
+
+def frontier(
+    found: Iterable[Item], place: Callable[[Item], tuple[float, float]], better: Callable[[float, float], float]
+) -> list[Item]:
+    """Of items at (cost, value) those that no other beats for as little, by rising cost; `better` is min or max."""
+    best: list[Item] = []
+    for item in sorted(found, key=lambda item: place(item)[0]):
+        cost, value = place(item)
+        if not best or better(value, place(best[-1])[1]) != place(best[-1])[1]:
+            if best and place(best[-1])[0] == cost:
+                best.pop()
+            best.append(item)
+    return best
+
+
+def chart(
+    x: dict[str, Any], y: dict[str, Any] | list[dict[str, Any]], series: list[dict[str, Any]], empty: str = ""
+) -> dict[str, Any]:
+    """The option of a chart whose tooltip tells of one point; `empty` is what to say where there is nothing to draw."""
+    option = {"xAxis": x, "yAxis": y, "series": series, "tooltip": {"trigger": "item"}, "legend": {"show": True}}
+    return option | ({} if series else {"empty": empty})
 
 
 def _tint(colour: int | None) -> dict[str, Any]:
