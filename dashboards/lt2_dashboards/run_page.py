@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lt2.config import ConfigError
+from lt2.layout import loops_text
 from lt2_dashboards.figures.parts.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_dashboards.records import NotThereError, Records
@@ -26,13 +27,18 @@ PACE = 20  # of the curve's buckets: what the time that remains is reckoned from
 
 def run_page(source: Source, run_id: str) -> dict[str, Any]:
     """One run: its place, settings, last values, metric names, evaluations, what happened to it, notes on it, its
-    step's newest attempt (None for a run of no workflow), and files that could not be read.
+    step's newest attempt (None for a run of no workflow), and files that could not be read. What it was evaluated to
+    at several depths is in "depths".
     """
     snapshot = source.snapshot()
     (run,) = known(source, snapshot, [run_id])
     curves = source.curves(run)
     records, has_step = Records(source.storage), source.storage.exists(spec_path(run_id))
     step = step_states(records, [run_id], source.clock())[run_id] if has_step else None
+    evals = [{"name": name, **row} for _, name, row in snapshot.evals([run_id])]
+    split: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for row in evals:
+        split[row["name"] == "depth" and "n_loops" in row].append(row)
     return _head(run, moment(source)) | {
         "workflow": run.info.get("workflow"),
         "config": {key: as_text(value) for key, value in sorted(flatten(run.config).items())},
@@ -41,13 +47,30 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
         "loss_unit": unit_of("loss", run.config),
         "summary": {key: as_text(value) for key, value in sorted(flatten(run.summary or {}).items())},
         "metrics": sorted(set(curves.table["metric"].to_pylist())),
-        "evals": [{"name": name, **row} for _, name, row in snapshot.evals([run_id])],
+        "evals": split[False],
+        "depths": _by_depth(split[True]),
         "events": _events(records, run_id),
         "notes": snapshot.notes(run_id),
         "attempt": step,
         "seconds_per_step": _pace(curves.table),
         "skipped": [*curves.skipped, *records.lines()],
     }
+
+
+def _by_depth(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """{"depths", "rows"}: by task and metric the rows that count at each of "depths", None where there is none."""
+    found = counting(((_depth(row), (row.get("task"), row.get("metric"))), row) for row in rows)
+    depths = sorted({depth for depth, _ in found}, key=lambda depth: (depth[1], depth[0], depth[2] or 1.0))
+    results = dict.fromkeys(result for _, result in found)
+    table = [
+        {"task": task, "metric": metric, "at": [found.get((depth, (task, metric))) for depth in depths]}
+        for task, metric in results
+    ]
+    return {"depths": [loops_text(*depth) for depth in depths], "rows": table}
+
+
+def _depth(row: dict[str, Any]) -> tuple[int, bool, float | None]:
+    return row["n_loops"], bool(row.get("early_exit")), row.get("exit_threshold")
 
 
 def _events(records: Records, run_id: str) -> list[dict[str, Any]]:
@@ -130,8 +153,7 @@ def _value(run: RunInfo, metric: str) -> float | None:
 
 def _evals(snapshot: Snapshot, run_ids: list[str]) -> list[dict[str, Any]]:
     """By result the values of the runs, their standard errors, how many items they are of, and of which data a
-    perplexity is; None where unknown. What repeats a result comes
-    last: at other depths, in a sweep's table."""
+    perplexity is; None where unknown. What repeats a result comes last: at other depths, in a sweep's table."""
     found = counting(
         ((result_name(name, row), run), row)
         for run, name, row in snapshot.evals(run_ids)

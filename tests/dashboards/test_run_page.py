@@ -150,6 +150,22 @@ def test_compared_results_begin_with_what_the_models_are(store, client):
     assert names == ["downstream", "validation", "depth", "sweep"]
 
 
+def test_results_at_several_depths_stand_beside_each_other(store, client):
+    add_run(store, "r", start=time.time())
+    place = {"task": "copa", "metric": "acc", "stderr": 0.25}
+    depths = ({"n_loops": 4}, {"n_loops": 1}, {"n_loops": 4, "early_exit": True, "exit_threshold": 0.5})
+    store.log_eval("r", "depth", [place | depth | {"value": 0.5} for depth in depths])
+    store.log_eval("r", "depth", [place | {"n_loops": 1, "value": 0.75}])  # evaluated again
+    store.log_eval("r", "depth", [{"task": "piqa", "metric": "acc", "n_loops": 1, "value": 1.0}])
+    store.log_eval("r", "validation", [place | {"value": 0.5}])
+    found = body(client.get("/api/runs/r"))
+    assert [row["name"] for row in found["evals"]] == ["validation"]
+    assert found["depths"]["depths"] == ["1 loop", "4 loops", "4 loops, early exit at 0.5"]
+    copa, piqa = found["depths"]["rows"]
+    assert (copa["task"], copa["metric"], [row["value"] for row in copa["at"]]) == ("copa", "acc", [0.75, 0.5, 0.5])
+    assert (piqa["at"][0]["value"], piqa["at"][1:]) == (1.0, [None, None])
+
+
 def test_a_setting_that_is_null_in_one_run_and_missing_in_another_does_not_differ(store, client):
     store.create_run("plain", {"config": {"model": {"dim": 8}}}).close()
     store.create_run("halting", {"config": {"model": {"dim": 8, "halting": None}}}).close()

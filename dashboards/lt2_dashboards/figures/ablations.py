@@ -78,7 +78,7 @@ def _hybrids(known: list[Known], repeated: list[Line], names: list[str]) -> list
             for run, name, value in known
             if run.architecture and run.architecture.n_loops == n_loops
         ]
-        series.append(points(f"this store, T = {n_loops}", data, colour, yAxisIndex=1, symbolSize=11))
+        series.append(points(f"this store, T = {n_loops}", data, colour, yAxisIndex=1, symbol="diamond", symbolSize=12))
     taken: list[int] = []
     for each in repeated:
         own = depths.index(each.n_loops)  # the colour of its points; further lines of a depth have others
@@ -140,8 +140,10 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
         series.append(points(f"paper, {name}", data, symbol=symbol, symbolSize=11))
     for name, on, symbol in (("no gate", False, "emptyDiamond"), ("gate", True, "diamond")):
         data = [{"name": run, "value": [t, rounded(v)]} for run, t, g, v in ours if bool(g) == on]
-        series.append(points(f"this store, {name}", data, 0, yAxisIndex=1, z=4, symbol=symbol, symbolSize=13))
-    option = _beside_paper({"type": "category", "data": models}, quality, series)
+        if data:
+            series.append(points(f"this store, {name}", data, 0, yAxisIndex=1, z=4, symbol=symbol, symbolSize=13))
+    label = {"width": 120, "overflow": "break", "lineHeight": 14, "interval": 0}
+    option = _beside_paper({"type": "category", "data": models, "axisLabel": label}, quality, series)
     notes = ["Paper: Table 4, 1.3B, T = 4, 100B tokens. Ours are architectures trained both with and without the gate."]
     if quality == "perplexity":
         notes += perplexity_notes(snapshot, [run for run, *_ in ours])
@@ -156,11 +158,12 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
 
 
 def _beside_paper(x_axis: dict[str, Any], quality: Quality, series: list[dict[str, Any]]) -> dict[str, Any]:
-    """Two value axes: the paper's on the left, this store's on the right (`yAxisIndex` 1)."""
+    """Two value axes: the paper's on the left, this store's on the right (`yAxisIndex` 1) if it has anything there."""
     paper, ours = (
         {"type": "value", "name": f"{AXES[quality]}, {whose}", "scale": True} for whose in ("paper", "this store")
     )
-    return chart(x_axis, [paper, ours | {"splitLine": {"show": False}}], series)
+    right = [ours | {"splitLine": {"show": False}}] if any("yAxisIndex" in each for each in series) else []
+    return chart(x_axis, [paper, *right], series)
 
 
 def value_of(run: Evaluated, quality: Quality) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from lt2_dashboards.figures.parts.names import told_apart
 from lt2_dashboards.figures.parts.seed_means import by_seed, mean_lines
 from lt2_dashboards.figures.parts.series import band, line
 from lt2_dashboards.figures.parts.store import known_runs
+from lt2_dashboards.figures.parts.titles import titled
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo
-from lt2_platform.results.tables import unit_of
 from lt2_platform.wording import first_of
 
 NEWEST = 5
@@ -30,29 +30,6 @@ DIVERGED = 4.0  # a loss that has been so many times its first does not set the 
 SEED_MEANS = "Seeds are drawn as their mean, up to the last step that all have; bands are one standard deviation."
 Line = tuple[pa.Table, np.ndarray]  # a curve as it is drawn, and where its points stand on the axis
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
-TITLES = {
-    "loss": "Training loss (nats per token)",
-    "validation_loss": "Validation loss (nats per token)",
-    "kl": "KL to the teacher (nats per token)",
-    "grad_norm": "Gradient norm",
-    "lr": "Learning rate",
-    "tokens_per_s": "Throughput (tokens/s)",
-    "step_time": "Step time (s)",
-    "data_wait": "Waiting for data (s per step)",
-    "data_wait_fraction": "Waiting for data (fraction of the time)",
-    "save_stall": "Waiting for checkpoints (s)",
-    "mfu": "Model FLOPs utilisation",
-    "ce": "Cross entropy (nats per token)",
-    "mean_loops": "Loops per token",
-    "grad_spikes": "Gradient spikes so far",
-    "peak_memory_gb": "Peak memory (GB)",
-    "tokens": "Tokens trained on",
-}
-LOOP_TITLES = {  # of metrics that end in a loop, counted from 0; titles count from 1
-    "rho_norm": "Norm of rho, loop {}",
-    "kl_loop": "KL to the teacher, loop {} (nats per token)",
-    "align_loop": "Distance to the attention, loop {}",
-}
 
 
 def curves(
@@ -120,7 +97,7 @@ def curves(
     columns = ["run", "step", "hours", *more, "min", "mean", "max"]
     links = {note: {"full": "1"} for note in cut}
     return Figure(
-        _title(metric, known.values()),
+        titled(metric, known.values()),
         _option(series, metric, x, log, top),
         columns,
         lambda: _table(found, bool(more)),
@@ -138,17 +115,6 @@ def _newest(snapshot: Snapshot, metric: str) -> list[str]:
         [metric, NEWEST],
     )
     return [run for (run,) in found]
-
-
-def _title(metric: str, runs: Collection[RunInfo]) -> str:
-    if metric == "loss" and not all(unit_of(metric, run.config) for run in runs):
-        return "Training loss"
-    name, _, number = metric.rpartition("_")
-    if number.isdecimal() and name in LOOP_TITLES:
-        return LOOP_TITLES[name].format(int(number) + 1)
-    if number.isdecimal() and name == "align_layer":  # layers have the numbers that settings give them
-        return f"Distance to the attention, layer {number}"
-    return TITLES.get(metric, metric)
 
 
 def _groups(

@@ -66,6 +66,11 @@ def positions(
     ]
     if others := [series["name"] for series in lower.series if not series["data"]]:
         notes.append(f"Evaluated on other spans than {reference}, so not in the lower chart: {first_of(others)}.")
+    if len(drawn) > 1:
+        notes.append(
+            "Standard errors in the table are of each line by itself. Those of the differences are not stored: of the "
+            "same text, they are usually much smaller."
+        )
     option = panels([upper, lower] if len(drawn) > 1 else [upper], columns=1)
     option["empty"] = None if drawn else _nothing(source, task)
     columns = ["run", "depth", "first position", "last position", "loss (nats per token)", "standard error", "tokens"]

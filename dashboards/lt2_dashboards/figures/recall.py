@@ -22,6 +22,8 @@ def long_context(source: Source, *, runs: list[str] | None = None) -> Figure:
     found = evaluated(source.snapshot(), runs)
     lengths = {int(match[1]) for run in found for task, _ in run.scores if (match := _SINGLE.fullmatch(task))}
     columns = KNOWLEDGE | needles({*LENGTHS, *lengths})
+    scored = {*TASKS, *(task for run in found for task, _ in run.scores)}
+    columns = {task: label for task, label in columns.items() if task in scored}
     tasks, labels = list(columns), list(columns.values())
     ours = _ours(found, tasks, everyone=runs is not None)
     errors = _errors(found, tasks)

@@ -15,6 +15,7 @@ from lt2.layout import loops_text
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.across import NAMES
 from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, RESULTS, choose
+from lt2_dashboards.figures.parts.names import MAX_TOLD, in_words
 from lt2_dashboards.figures.parts.seed_means import by_seed
 from lt2_dashboards.figures.parts.series import chart, frontier, line, points, whiskers
 from lt2_dashboards.figures.parts.store import architecture
@@ -22,7 +23,7 @@ from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.student import mean_std
 from lt2_platform.results.flops import spending_of
 from lt2_platform.results.store import RunInfo, differences
-from lt2_platform.results.tables import as_text, flatten
+from lt2_platform.results.tables import flatten
 from lt2_platform.wording import first_of
 
 LOSS = "validation/perplexity/loss"  # of the same text as RESULTS[0]; a perplexity follows no power law
@@ -70,7 +71,7 @@ def scaling(source: Source, *, q: str = "", metric: str = "", x: Literal["flops"
     if not metric and found.metric == RESULTS[0] and (held_out := choose(source, q, LOSS)).runs:
         found = held_out
     metric = found.metric
-    title, unit = f"{metric} by training {'FLOPs' if x == 'flops' else 'tokens'}", NAMES[x].partition(" (")[0]
+    title, unit = f"{found.title} by training {'FLOPs' if x == 'flops' else 'tokens'}", NAMES[x].partition(" (")[0]
     columns = ["layout", "loops", unit, metric, "standard deviation", "best", "runs"]
     if found.refused:
         return Figure(title, {"series": [], "empty": found.refused}, columns, list)
@@ -93,7 +94,7 @@ def scaling(source: Source, *, q: str = "", metric: str = "", x: Literal["flops"
             [name, loops, p.spent, p.value, p.deviation, "yes" if p in best else "no", ", ".join(p.runs)]
             for p in members
         ]
-    y = {"type": "value", "name": metric, "scale": True}
+    y = {"type": "value", "name": found.title, "scale": True}
     nothing = f"No finished run that matches and started from scratch has the result {metric!r}."
     option = chart({"type": "log", "name": NAMES[x]}, y, series, nothing)
     notes = [*found.notes, *notes, *_said(laws, unit)]
@@ -152,8 +153,7 @@ def _names(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         alike = [key for key, each in names.items() if each == name]
         apart = differences({key: _shape(configs[key]) for key in alike})
         for number, key in enumerate(alike if len(alike) > 1 else [], 1):
-            told = [f"{each.rpartition('.')[2]}={as_text(value)}" for each, value in list(apart[key].items())[:3]]
-            names[key] = f"{name} ({', '.join(told) or number})"
+            names[key] = f"{name} ({', '.join(in_words(apart[key])[:MAX_TOLD]) or number})"
     return names
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from lt2.train.config import SEEDS
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, choose
-from lt2_dashboards.figures.parts.names import short_names
+from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, Chosen, choose
+from lt2_dashboards.figures.parts.names import in_words
 from lt2_dashboards.figures.parts.series import points, whiskers
 from lt2_dashboards.figures.sweep import MAX_AXES, NEEDS, settings_of
 from lt2_dashboards.queries import Snapshot, Source
@@ -26,9 +26,9 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     (name/task/metric), by default what `chosen.RESULTS` says.
     """
     found, snapshot = choose(source, q, metric), source.snapshot()
-    metric, runs = found.metric, found.runs
+    metric, runs, title = found.metric, found.runs, f"{found.title} by configuration"
     if found.refused:
-        return Figure(f"{metric} by configuration", {"series": [], "empty": found.refused}, ["runs", metric], list)
+        return Figure(title, {"series": [], "empty": found.refused}, ["runs", metric], list)
     keys = [key for key in found.varying if key.rpartition(".")[2] not in SEEDS][:MAX_AXES]
     keys.sort(key=lambda key: key.endswith(TELLS_LITTLE))  # labels are cut at their end
     settings = settings_of(snapshot, [run for run, _ in runs], keys)
@@ -47,7 +47,7 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
     better = "lowest" if sign > 0 else "highest"
     if not runs:
         columns, produce = ["runs", metric], "" if q else NEEDS
-        return Figure(f"{metric} by configuration", _option([], keys, metric), columns, list, found.notes, produce)
+        return Figure(title, _option([], keys, found), columns, list, found.notes, produce)
     notes = [
         *found.notes,
         f"Bars are one standard deviation over seeds. Best is the {better}. p: Welch's t-test of the means, which "
@@ -57,7 +57,7 @@ def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:
         notes.append("The best has only one run, so its uncertainty is unknown: run it with another seed.")
     if len(groups) > DRAWN:
         notes.append(f"Only the best {DRAWN} are drawn of {len(groups)} configurations.")
-    return Figure(f"{metric} by configuration", _option(rows[:DRAWN], keys, metric), columns, lambda: rows, notes)
+    return Figure(title, _option(rows[:DRAWN], keys, found), columns, lambda: rows, notes)
 
 
 def _groups(snapshot: Snapshot, runs: list[tuple[str, float]]) -> dict[str, list[tuple[str, float]]]:
@@ -104,15 +104,13 @@ def _needed(rows: list[list[Any]], keys: list[str]) -> set[str]:
     return {keys[at] for at in kept}
 
 
-def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, Any]:
+def _option(rows: list[list[Any]], keys: list[str], found: Chosen) -> dict[str, Any]:
     if not rows:
-        return {"series": [], "empty": f"No run that matches has the result {metric!r}."}
-    names, labels, needed = short_names(keys), [], _needed(rows, keys)
+        return {"series": [], "empty": f"No run that matches has the result {found.metric!r}."}
+    labels, needed = [], _needed(rows, keys)
     for row in rows:
-        said = ((key, text) for key, text in zip(keys, row) if key in needed and text not in ("null", "not set"))
-        # A kind says by itself what it is of, and there is little room: "hybrid, full, gdn, ratio=1:4"; an exit gate
-        # and its objective are called alike.
-        words = dict.fromkeys(text if key.endswith(".type") else f"{names[key]}={text}" for key, text in said)
+        said = zip(keys, row[: len(keys)])
+        words = in_words({key: text for key, text in said if key in needed and text not in ("null", "not set")})
         # A model from elsewhere has no settings.
         label = ", ".join(words) or (row[-1] if len(rows) > 1 else "all settings")
         labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
@@ -126,7 +124,7 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
             told.append(f"p = {p_value:.2g} against the best")
         data.append({"name": label, "value": [rounded(mean), label], "shown": rounded(mean), "detail": ", ".join(told)})
     return {
-        "xAxis": {"type": "value", "name": metric, "scale": True},
+        "xAxis": {"type": "value", "name": found.title, "scale": True},
         "yAxis": {
             "type": "category",
             "data": labels,
@@ -134,6 +132,6 @@ def _option(rows: list[list[Any]], keys: list[str], metric: str) -> dict[str, An
             "splitLine": {"show": True},
             "axisLabel": {"width": 420, "overflow": "truncate"},
         },
-        "series": [*whiskers(metric, ends, 0), points(metric, data, 0, symbolSize=10, z=4)],
+        "series": [*whiskers(found.title, ends, 0), points(found.title, data, 0, symbolSize=10, z=4)],
         "tooltip": {"trigger": "item"},
     }

@@ -53,7 +53,7 @@ def state_recall(source: Source) -> Figure:
     for name, stage in best_at_any.items():
         cell(f"paper: {name}", "best", stage)
         rows.append([name, "paper", "best", stage, 2 ** (stage + 2), None])
-    stages = [{"value": stage, "label": f"stage {stage}" if stage else "none"} for stage in range(STAGES + 1)]
+    stages = [{"value": stage, "label": str(stage or "none")} for stage in range(STAGES + 1)]
     where = {"dimension": 2, "top": 0, "left": "center", "orient": "horizontal"}
     option = {
         "xAxis": {"type": "category", "data": across, "splitLine": {"show": False}},

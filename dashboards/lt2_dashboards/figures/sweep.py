@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from lt2_dashboards.figures.figure import Figure, rounded
-from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, choose
-from lt2_dashboards.queries import Source
+from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, Chosen, choose
+from lt2_dashboards.figures.parts.names import short_names
+from lt2_dashboards.queries import Snapshot, Source
 
 MAX_AXES = 8
 BEST_TO_WORST = ("#2f6bd8", "#7a9fd0", "#d9a35b", "#c2334d")
@@ -21,21 +23,21 @@ def sweep(source: Source, *, q: str = "", metric: str = "") -> Figure:
     by default what `chosen.RESULTS` says. Runs without that result are left out.
     """
     found, snapshot = choose(source, q, metric), source.snapshot()
-    metric, runs, varying = found.metric, found.runs, found.varying
+    metric, runs, varying, title = found.metric, found.runs, found.varying, f"{found.title} by settings"
     if found.refused:
-        return Figure(f"{metric} by settings", {"series": [], "empty": found.refused}, ["run", metric], list)
+        return Figure(title, {"series": [], "empty": found.refused}, ["run", metric], list)
     sign = 1 if LOWER_IS_BETTER.search(metric) else -1
     runs = sorted(runs, key=lambda run: sign * run[1])
     keys = varying[:MAX_AXES]
     settings = settings_of(snapshot, [run for run, _ in runs], keys)
     rows = [[run, *(settings[run].get(key, (None, None))[0] for key in keys), value] for run, value in runs]
     more = [f"{len(varying) - MAX_AXES} more settings differ and are not drawn."] if len(varying) > MAX_AXES else []
-    option = _option(runs, keys, settings, metric, BEST_TO_WORST[::sign])
+    option = _option(runs, keys, settings, found, BEST_TO_WORST[::sign])
     produce = "" if runs or q else NEEDS
-    return Figure(f"{metric} by settings", option, ["run", *keys, metric], lambda: rows, [*found.notes, *more], produce)
+    return Figure(title, option, ["run", *keys, metric], lambda: rows, [*found.notes, *more], produce)
 
 
-def settings_of(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:
+def settings_of(snapshot: Snapshot, runs: list[str], keys: list[str]) -> dict[str, dict[str, tuple[str, float | None]]]:
     """{run: {key: (the setting as text, as a number if it is one)}}."""
     found = snapshot.query(
         "SELECT run, key, text, number FROM config WHERE list_contains(?, run) AND list_contains(?, key)", [runs, keys]
@@ -47,24 +49,26 @@ def settings_of(snapshot: Any, runs: list[str], keys: list[str]) -> dict[str, di
 
 
 def _option(
-    runs: list[tuple[str, float]], keys: list[str], settings: Any, metric: str, colours: Sequence[str]
+    runs: list[tuple[str, float]], keys: list[str], settings: Any, found: Chosen, colours: Sequence[str]
 ) -> dict[str, Any]:
     """`runs` best first, and so drawn last; `colours` are those of the lowest to the highest value."""
     if not runs:
-        return {"series": [], "empty": f"No run that matches has the result {metric!r}."}
+        return {"series": [], "empty": f"No run that matches has the result {found.metric!r}."}
     if not keys:
         return {"series": [], "empty": "These runs have the same settings; choose runs that differ."}
     columns = {key: [settings[run].get(key, ("not set", None)) for run, _ in runs] for key in keys}
-    axes = [_axis(index, key, columns[key]) for index, key in enumerate(keys)]
+    names = short_names(keys)
+    axes = [_axis(index, names[key], columns[key]) for index, key in enumerate(keys)]
     values = [value for _, value in runs]
-    axes.append({"dim": len(keys), "name": metric, "type": "value", "scale": True})
+    result = textwrap.fill(found.title.partition(" (")[0], 14)
+    axes.append({"dim": len(keys), "name": result, "type": "value", "scale": True})
     lines = [
         {"name": run, "value": [*(_at(axis, settings[run].get(key)) for axis, key in zip(axes, keys)), rounded(value)]}
         for run, value in reversed(runs)
     ]
     low, high = min(values), max(values)
     return {
-        "parallel": {"left": 60, "right": 110, "top": 44, "bottom": 20},
+        "parallel": {"left": 60, "right": 110, "top": 54, "bottom": 20},
         "parallelAxis": axes,
         "visualMap": {
             "type": "continuous", "min": low, "max": high if high > low else low + 1, "dimension": len(keys),
@@ -79,10 +83,9 @@ def _option(
     }  # fmt: skip
 
 
-def _axis(index: int, key: str, values: list[tuple[str, float | None]]) -> dict[str, Any]:
+def _axis(index: int, name: str, values: list[tuple[str, float | None]]) -> dict[str, Any]:
     """A numeric axis when every run has a number there (logarithmic over more than a decade), else one of names."""
     numbers = [number for _, number in values]
-    name = ".".join(key.split(".")[-2:])
     if all(number is not None for number in numbers):
         positive = [number for number in numbers if number is not None and number > 0]
         log = len(positive) == len(numbers) and max(positive) > 10 * min(positive)

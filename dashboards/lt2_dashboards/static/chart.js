@@ -1,8 +1,8 @@
 // A figure of the server on the page: chart, notes, the same numbers as a table, exports.
 
 import { connection, get, query } from "./api.js";
-import { fill, h, notice, setText } from "./dom.js";
-import { number, shortNames } from "./format.js";
+import { fill, h, notice, said, setText } from "./dom.js";
+import { metricName, number, shortNames } from "./format.js";
 import { bytes, DARK, LIGHT, rowsOf, themed } from "./theme.js";
 
 const mounted = new Set();
@@ -84,9 +84,9 @@ export function figure(name, options = {}) {
     canvas.setAttribute("aria-label", `${body.title}: chart; press Table for the numbers`);
     element.classList.toggle("nothing", Boolean(body.option.empty));
     badge.hidden = !body.produce || Boolean(body.option.empty);
-    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, note, body.links[note] ? [" ", h("a", { href: address(body.links[note]) }, "Show it")] : null)));
+    fill(notes, body.produce && !body.option.empty ? produced(body.produce) : null, body.notes.map((note) => h("p", {}, said(note), body.links[note] ? [" ", h("a", { href: address(body.links[note]) }, "Show it")] : null)));
     element.style.setProperty("--rows", String(options.small ? 1 : rowsOf(body.option, canvas.clientWidth || undefined)));
-    if (!table.hidden && body.rows) fillTable(body);
+    if (!table.hidden && body.rows) body.rows.length ? fillTable(body) : fill(table);
     if (canvas.hidden) return;
     if (body.option.empty) return clear(body.option.empty, body.produce);
     paint();
@@ -168,11 +168,12 @@ export function sorted({ columns, rows }, by) {
 export function aligned(values, digits = 6) {
   const known = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs).sort((a, b) => a - b);
   const usual = known[known.length >> 1] ?? 0, far = (value) => Math.abs(value) > Math.min(1e3 * usual, 1e5);
-  if (known.every(Number.isInteger) || usual >= 1e5 || known[0] < 1e-3) return (value) => number(value, digits);
+  if (usual >= 1e5) return (value) => number(Math.abs(value) >= 1e5 ? Math.round(value) : value, digits); // 1,655,307 below 1,654,152
+  if (known.every(Number.isInteger) || known[0] < 1e-3) return (value) => number(value, digits);
   const decimals = Math.max(0, Math.min(5, 4 - Math.floor(Math.log10(usual))));
   if (known[0] < 10 ** (1 - decimals)) return (value) => number(value); // accuracies beside tokens/s: one digit would be left of them
   const needed = Math.max(...known.filter((value) => !far(value)).map((value) => (String(Number(value.toFixed(decimals))).split(".")[1] ?? "").length));
-  return (value) => (typeof value !== "number" || far(value) ? number(value) : needed ? value.toFixed(needed) : Math.round(value).toLocaleString("en"));
+  return (value) => (typeof value !== "number" || far(value) ? number(value) : value.toLocaleString("en", { minimumFractionDigits: needed, maximumFractionDigits: needed }));
 }
 
 // Returns a function that fills `parent` with a table; a press on a column's name sorts it, also what is shown later.
@@ -190,6 +191,7 @@ export function sortable(parent) {
 }
 
 const SETTING = /^\w+(\.\w+)+$/; // a column that is a setting: train.lr
+const RESULT = /^[\w-]+(\/[\w@,. -]{2,})+$/; // or a result: validation/perplexity/loss, but not tokens/s
 
 const LISTS_RUNS = new Set(["names", "runs"]);
 
@@ -199,9 +201,10 @@ export function numbers({ columns, rows }, sorting = null, sort = null) {
   const numeric = columns.map((_, index) => isNumeric(shown, index));
   const source = columns.indexOf("source");
   const first = columns[0] === "model";
-  const settings = shortNames(columns.filter((column) => SETTING.test(column)));
+  const short = shortNames(columns.filter((column) => SETTING.test(column)));
+  for (const column of columns) if (RESULT.test(column)) short.set(column, metricName(column));
   const head = (column, index) => {
-    const text = settings.get(column) ?? column;
+    const text = short.get(column) ?? column;
     if (!sort) return text;
     const arrow = sorting?.column === index ? (sorting.down ? " ↓" : " ↑") : "";
     return h("button", { type: "button", class: "link", onclick: () => sort(index) }, text, arrow);
@@ -215,7 +218,7 @@ export function numbers({ columns, rows }, sorting = null, sort = null) {
   };
   return [
     h("table", { class: "numbers" },
-      h("thead", {}, h("tr", {}, columns.map((column, index) => h("th", { scope: "col", class: numeric[index] ? "num" : "", title: settings.has(column) ? column : undefined, "aria-sort": sorting?.column === index ? (sorting.down ? "descending" : "ascending") : undefined }, head(column, index))))),
+      h("thead", {}, h("tr", {}, columns.map((column, index) => h("th", { scope: "col", class: numeric[index] ? "num" : "", title: short.has(column) ? column : undefined, "aria-sort": sorting?.column === index ? (sorting.down ? "descending" : "ascending") : undefined }, head(column, index))))),
       h("tbody", {}, shown.map((row) => h("tr", { class: source >= 0 && row[source] === "paper" ? "paper" : "" }, row.map((value, column) => cell(value, column, row)))))),
     rows.length > TABLE_ROWS ? h("p", { class: "quiet-note" }, `The first ${TABLE_ROWS} of ${rows.length.toLocaleString("en")} rows; CSV has all of them.`) : null,
   ];

@@ -25,6 +25,12 @@ export function fill(parent, ...children) {
   return parent;
 }
 
+// A name of several parts may be broken between them, not within.
+export const parts = (name) => name.split(/(?<=[._/])/).flatMap((part, index) => (index ? [h("wbr"), part] : part));
+
+// Text of the server: what stands in backticks is typed.
+export const said = (text) => text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
+
 // Sets text only when it differs: a page that polls must not disturb a selection or a screen reader.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;

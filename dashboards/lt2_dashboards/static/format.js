@@ -8,7 +8,14 @@ export function number(value, digits = 4) {
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
   if (size >= 1e5 || size < 1e-3) return compact(value);
-  return String(Number(value.toPrecision(digits + (size >= 1000 ? 1 : 0))));
+  return Number(value.toPrecision(digits + (size >= 1000 ? 1 : 0))).toLocaleString("en", { maximumFractionDigits: 20 });
+}
+
+// A result in the head of a column: "validation loss".
+export function metricName(key) {
+  if (key === "tokens_per_s") return "tokens/s";
+  const parts = key.split("/");
+  return (parts.at(-2) === "perplexity" ? [parts[0], parts.at(-1)] : parts.slice(-2)).join(" ");
 }
 
 // A setting in a narrow column: 0.0025986667263121865 is 0.00259867; the whole text belongs into the title.

@@ -48,6 +48,8 @@ export function bytes(value) {
 // On an axis 0.0003 stands below 0.0012, not 3e-4, and 1.0065 between 1.006 and 1.007, which four digits would say twice.
 const tick = (value) => (Math.abs(value) < 1e-3 && Math.abs(value) >= 1e-5 ? trim(value) : compact(value, 7));
 
+const scientific = (value) => value.toExponential().replace("e+", "e");
+
 // What a logarithmic axis may be marked at, between powers of ten: the first of these that gives few enough marks.
 const MARKS = [[1, 1.5, 2, 3, 4, 5, 6, 8], [1, 2, 5], [1, 3], [1]];
 
@@ -63,6 +65,7 @@ function marked(axis, series, vertical, index, most) {
     }
   }
   if (!high) return axis;
+  if (high >= 1e15 && !axis.bytes) axis = { ...axis, axisLabel: { formatter: scientific, ...axis.axisLabel } }; // not 100T below 1e15
   for (const steps of MARKS) {
     const marks = [];
     for (let power = Math.floor(Math.log10(low)) - 1; power <= Math.log10(high) + 1; power += 1) marks.push(...steps.map((step) => Number(`${step}e${power}`)));
@@ -107,14 +110,14 @@ function placed(option, theme, small, pixels) {
 export function themed(option, theme, { small = false, legend = !small, width = 720, height = 400 } = {}) {
   const { empty: _, ...given } = structuredClone(option);
   const rest = given.panels ? placed(given, theme, small, width) : given;
-  const size = small ? 11 : 12;
+  const size = small ? 11 : 12, flat = given.panels && rowsOf(given, width) > 2;
   const axis = ({ binary: lengths, bytes: inBytes, ...given }, vertical) => ({
     nameLocation: "middle",
     nameGap: vertical ? 44 : 26,
     nameTextStyle: { color: theme.faint, fontSize: size },
     axisLine: { show: !vertical, lineStyle: { color: theme.axis } },
     axisTick: { show: false },
-    splitNumber: small ? 4 : 6,
+    splitNumber: small || flat ? 4 : 6,
     splitLine: { show: vertical || given.type === "value", lineStyle: { color: theme.line } },
     ...given,
     ...(given.splitLine ? { splitLine: { lineStyle: { color: theme.line }, ...given.splitLine } } : {}),
@@ -149,7 +152,7 @@ export function themed(option, theme, { small = false, legend = !small, width = 
   };
   const names = [...new Set(result.series.map((series) => series.name).filter(Boolean))];
   const icons = new Map(); // in the legend, of names that look the same wherever they are drawn
-  const shapes = result.series.some(({ type, symbol }) => type === "scatter" && SHAPES.includes(symbol));
+  const shapes = result.series.some(({ type, symbol, itemStyle }) => type === "scatter" && (SHAPES.includes(symbol) || itemStyle?.borderWidth));
   for (const { name, lineStyle, type, symbol, silent } of [...result.series].sort((a, b) => Boolean(a.silent) - Boolean(b.silent))) {
     if (lineStyle?.width === 0 || (silent && icons.has(name))) continue; // a band, or an error bar of what has a mark
     const icon = type !== "scatter" ? DASHED[lineStyle?.type] ?? (shapes ? BAR : undefined) : shapes ? symbol ?? "circle" : undefined;
@@ -166,8 +169,10 @@ export function themed(option, theme, { small = false, legend = !small, width = 
     if (!Array.isArray(result.grid)) result.grid = { ...result.grid, top: 40 };
   } else delete result.legend;
   if (rest.parallel) {
-    result.parallelAxis = rest.parallelAxis.map((given) => ({
-      nameTextStyle: { color: theme.text, fontSize: 12 }, axisLine: { lineStyle: { color: theme.axis } },
+    // As many as can be read beside each other: the first settings, and the result.
+    const most = Math.max(3, Math.floor(width / 80) - 1), fit = rest.parallelAxis.filter((_, index, { length }) => index < most - 1 || index === length - 1);
+    result.parallelAxis = fit.map((given) => ({
+      nameTextStyle: { color: theme.text, fontSize: 12, lineHeight: 14 }, axisLine: { lineStyle: { color: theme.axis } },
       axisTick: { lineStyle: { color: theme.axis } }, ...given,
       z: 20, axisLabel: { show: !small, color: theme.text, fontSize: 11, backgroundColor: theme.panel, padding: [1, 3], borderRadius: 2, ...(given.type === "category" ? {} : { formatter: tick }) },
     }));

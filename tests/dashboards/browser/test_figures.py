@@ -58,7 +58,7 @@ def test_a_column_of_different_kinds_keeps_the_digits_of_each(browser, tmp_path)
     with visiting(browser, tmp_path / "store") as (page, address):
         page.goto(f"{address}/runs/one")
         page.locator(".panel tbody tr").nth(1).wait_for()
-        assert page.locator(".panel tbody td.num").all_inner_texts() == ["1044.13", "0.666667"]
+        assert page.locator(".panel tbody td.num").all_inner_texts() == ["1,044.13", "0.666667"]
         page.set_viewport_size({"width": 1900, "height": 900})
         ends = [box["x"] + box["width"] for box in (panel.bounding_box() for panel in page.locator(".panel").all())]
         assert ends[-1] == pytest.approx(ends[0], abs=1)  # settings and the like share the page's width
@@ -189,7 +189,7 @@ def test_sweeps(page, site):
     assert by_run.locator("tbody th, tbody td:first-child").all_inner_texts() == ["hybrid-2", "full-1"]
     by_run.get_by_role("button", name="run").click()
     assert by_run.locator("tbody td:first-child").all_inner_texts() == ["full-1", "hybrid-2"]
-    assert option(page, 1)["parallelAxis"][-1]["name"] == "validation/perplexity"
+    assert option(page, 1)["parallelAxis"][-1]["name"] == "Validation\nperplexity"
     fill_sweep(site.store.storage, 3, failed=0)
     with site.store.create_run("pretrain-00000001", {"workflow": "swept-trial-1", "config": {}}) as writer:
         writer.log(1, {"loss": 1.0})

@@ -42,7 +42,7 @@ def test_losses_of_different_objectives_are_not_ranked(store, name):
     add(store, "c", objective="distill", loss=0.4, kl=0.4)
     found = figure(store, name)
     assert found.option["empty"].startswith("These runs minimise different things (distill, next_token)")
-    assert (found.rows, found.title.split(" by ")[0]) == ([], "loss")
+    assert (found.rows, found.title.split(" by ")[0]) == ([], "Training loss (nats per token)")
     assert len(figure(store, name, q="objective.type!=distill").rows) > 0
     assert len(figure(store, name, metric="ce").rows) > 0
 
@@ -79,12 +79,12 @@ def test_losses_at_several_depths_are_not_ranked_with_those_at_one(store, metric
 def test_what_most_runs_have_of_the_comparable_results_is_shown(store):
     for seed in (0, 1):
         add(store, f"a{seed}", seed=seed, loss=3.0, validation_loss=3.1)
-    assert figure(store).title == "validation_loss by configuration"
+    assert figure(store).title == "Validation loss (nats per token) by configuration"
     add(store, "evaluated", loss=2.0, perplexity=20.0)
-    assert figure(store).title == "validation_loss by configuration"  # one of three has the other
+    assert figure(store).title == "Validation loss (nats per token) by configuration"  # one of three has the other
     add(store, "also", loss=2.0, seed=1, perplexity=22.0)
-    assert figure(store).title == "validation/perplexity/perplexity by configuration"
-    assert figure(store, metric="loss").title == "loss by configuration"
+    assert figure(store).title == "Validation perplexity by configuration"
+    assert figure(store, metric="loss").title == "Training loss (nats per token) by configuration"
 
 
 def test_runs_whose_losses_are_no_one_quantity_are_ranked_by_what_few_of_them_have(store):
@@ -92,7 +92,7 @@ def test_runs_whose_losses_are_no_one_quantity_are_ranked_by_what_few_of_them_ha
         add(store, run, objective=objective, loss=0.4)
     assert figure(store).option["empty"].startswith("These runs minimise different things")
     add(store, "teacher", loss=2.0, perplexity=20.0)
-    assert figure(store).title == "validation/perplexity/perplexity by configuration"
+    assert figure(store).title == "Validation perplexity by configuration"
     assert figure(store, metric="loss").option["empty"].startswith("These runs minimise different things")
 
 

@@ -12,6 +12,7 @@ from lt2.config import ModelConfig
 from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures.curves import SEED_MEANS, curves
 from lt2_dashboards.figures.parts.seed_means import mean_and_deviation
+from lt2_dashboards.figures.parts.titles import titled
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -154,6 +155,24 @@ def test_metrics_are_titled_in_words(tmp_path, metric, title):
     with store.create_run("one", {}) as writer:
         writer.log(1, {metric: 0.5})
     assert curves(Source(str(tmp_path)), runs=["one"], metric=metric).title == title
+
+
+@pytest.mark.parametrize(
+    ("result", "title"),
+    [
+        ("validation/perplexity/perplexity", "Validation perplexity"),
+        ("validation/perplexity", "Validation perplexity"),
+        ("training/perplexity/loss", "Validation loss (nats per token)"),
+        ("mine/perplexity/perplexity", "Validation perplexity (mine)"),
+        ("depth/gsm8k/exact_match/strict-match/8 loops", "gsm8k exact_match/strict-match, 8 loops"),
+        ("downstream/arc_easy/acc,none", "arc_easy acc"),
+        ("sweep/sweep-1a2b3c4d/PPL", "sweep-1a2b3c4d PPL"),
+        ("distillation/distillation/teacher_kl", "KL to the teacher (nats per token)"),
+        ("own/score", "Own score"),
+    ],
+)
+def test_results_are_titled_in_words(result, title):
+    assert titled(result) == title
 
 
 def test_runs_that_were_deleted_do_not_take_the_others_away(source):

@@ -105,9 +105,9 @@ def test_hybrid_ablations_place_runs_by_layout(source):
 def test_sweep_has_an_axis_for_every_setting_that_differs(source):
     figure = draw(FIGURES["sweep"], source, {"metric": "loss"})
     names = [axis["name"] for axis in figure.option["parallelAxis"]]
-    assert names[-1] == "loss"
-    assert "train.lr" in names
-    assert "train.note" not in names
+    assert names[-1] == "Training loss"
+    assert "lr" in names  # as in the table below
+    assert "note" not in names
     assert {row[0] for row in figure.rows} == {"full-1", "hybrid-2", "live-4", "stalled-5"}  # not the NaN
     lr = figure.columns.index("train.lr")
     assert {row[0]: row[lr] for row in figure.rows}["hybrid-2"] == "0.002"
@@ -123,16 +123,16 @@ def test_settings_are_in_the_order_of_their_numbers_and_told_by_their_last_parts
         with store.create_run(f"r-{steps}", {"config": config}) as writer:
             writer.log(1, {"loss": 1.0 if steps is None else 1.0 / steps})
     axes = {axis["name"]: axis for axis in draw(FIGURES["sweep"], Source(str(tmp_path)), {}).option["parallelAxis"]}
-    assert axes["train.steps"]["data"] == ["20", "200", "1000", "not set"]
+    assert axes["steps"]["data"] == ["20", "200", "1000", "not set"]
     seeds = ResultsStore(Storage(str(tmp_path / "seeds")))
     for seed, rate in ((0, 0.5), (1, 0.75)):
         with seeds.create_run(f"r-{seed}", {"config": {"train": {"seed": seed, "lr": rate}}}) as writer:
             writer.log(1, {"loss": 1.0 + seed})
     drawn = draw(FIGURES["sweep"], Source(seeds.storage.root), {}).option["parallelAxis"]
     assert {axis["name"]: axis.get("minInterval") for axis in drawn} == {
-        "train.seed": 1,
-        "train.lr": None,
-        "loss": None,
+        "seed": 1,
+        "lr": None,
+        "Training loss": None,
     }
     best, *_, worst = draw(FIGURES["seeds"], Source(str(tmp_path)), {}).option["yAxis"]["data"]
     assert sorted(best.split(", ")) == ["la", "of la", "steps=1000"]

@@ -60,7 +60,7 @@ def test_a_law_is_found_again(store):
     for dim, tokens in ((16, 1e3), (32, 1e4), (64, 1e5)):
         add(store, f"r{dim}", layout, 9.0 * flops(layout, dim=dim, tokens=tokens) ** -0.07, tokens=tokens, dim=dim)
     found = drawn(store)
-    assert found.title == "validation/perplexity/loss by training FLOPs"
+    assert found.title == "Validation loss (nats per token) by training FLOPs"
     assert [row[2] for row in found.rows] == [
         pytest.approx(flops(layout, dim=dim, tokens=tokens)) for dim, tokens in ((16, 1e3), (32, 1e4), (64, 1e5))
     ]

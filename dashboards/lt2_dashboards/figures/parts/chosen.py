@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lt2_dashboards.figures.parts.store import rows_of
 from lt2_dashboards.figures.parts.texts import PER_TOKEN, text_notes
+from lt2_dashboards.figures.parts.titles import titled
 from lt2_dashboards.queries import RESULT, Snapshot, Source
 from lt2_dashboards.runs_table import how_many, matching, unusable
 from lt2_dashboards.silent import moment
@@ -26,10 +27,11 @@ LOWER_IS_BETTER = re.compile(
 
 @dataclass(frozen=True)
 class Chosen:
-    """`runs` have a finite value of `metric`, newest first, and differ in the settings `varying`; `refused` says why
-    their values are not one quantity, "" where they are."""
+    """`runs` have a finite value of `metric`, called `title`, newest first, and differ in the settings `varying`;
+    `refused` says why their values are not one quantity, "" where they are."""
 
     metric: str
+    title: str
     runs: list[tuple[str, float]]
     varying: list[str]
     notes: list[str]
@@ -60,7 +62,7 @@ def choose(source: Source, q: str, metric: str) -> Chosen:
         notes += _scales(snapshot, names, metric)
     if "/" not in metric and (still := _unfinished(snapshot, names)):
         notes.append(f"{still} {'run' if still == 1 else 'runs'} did not finish; the last logged value is shown.")
-    return Chosen(metric, runs, varying, notes, refused)
+    return Chosen(metric, titled(metric, infos), runs, varying, notes, refused)
 
 
 def _default(having: Mapping[str, int]) -> str:

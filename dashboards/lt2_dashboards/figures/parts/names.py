@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lt2_dashboards.queries import Snapshot
 from lt2_platform.results.store import RunInfo, differences
 from lt2_platform.results.tables import as_text
@@ -22,11 +25,8 @@ def told_apart(snapshot: Snapshot, runs: list[str]) -> dict[str, str]:
     for group in steps.values():
         apart = differences({run.run_id: run.config for run in group})
         for run in group if len(group) > 1 else []:
-            settings = {
-                key: as_text(value) for key, value in apart[run.run_id].items() if not key.startswith("sources.")
-            }
-            short = short_names(list(settings))
-            told = [f"{short[key]}={value}" for key, value in list(settings.items())[:MAX_TOLD]]
+            settings = {key: value for key, value in apart[run.run_id].items() if not key.startswith("sources.")}
+            told = in_words(settings)[:MAX_TOLD]
             start = run.info.get("models", {}).get("start")
             if not told and start:
                 told = [f"start={str(start).removesuffix('/out').rpartition('/')[2]}"]
@@ -34,12 +34,26 @@ def told_apart(snapshot: Snapshot, runs: list[str]) -> dict[str, str]:
     return names
 
 
+def in_words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings in few words, kinds first and those that are not set last: ["hybrid", "gdn", "ratio=1:4", "gate=null"].
+
+    A kind says by itself what it is of; an exit gate and its objective are called alike.
+    """
+    names = short_names(list(settings))
+    texts = {key: as_text(value) for key, value in settings.items()}
+    unset = {key for key, text in texts.items() if text == "null"}
+    kinds = {key for key in texts.keys() - unset if key.endswith(".type")}
+    order = sorted(texts, key=lambda key: (key not in kinds, key in unset))
+    return list(dict.fromkeys(texts[key] if key in kinds else f"{names[key]}={texts[key]}" for key in order))
+
+
 def short_names(keys: list[str]) -> dict[str, str]:
     """By key its shortest ending that no other key has, as in the runs table: train.lr -> lr, layout.type as it is."""
     names = {}
     for key in keys:
         parts = key.split(".")
-        endings = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        first = 2 if parts[-1] in ("type", "name", "path") and len(parts) > 1 else 1  # these alone say nothing
+        endings = [".".join(parts[-count:]) for count in range(first, len(parts) + 1)]
         alone = (e for e in endings if not any(k != key and (k == e or k.endswith(f".{e}")) for k in keys))
         names[key] = next(alone, key)
     return names

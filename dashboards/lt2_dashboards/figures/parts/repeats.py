@@ -9,14 +9,14 @@ from itertools import zip_longest
 from typing import Any
 
 from lt2.train.config import SEEDS
+from lt2_dashboards.figures.parts.names import MAX_TOLD, in_words
 from lt2_dashboards.figures.parts.store import Evaluated
 from lt2_platform.evaluate.student import mean_std
 from lt2_platform.results.store import differences
-from lt2_platform.results.tables import as_text, flatten
+from lt2_platform.results.tables import flatten
 from lt2_platform.wording import amount
 
 VARIED = {"layout", "ffn_hidden"}
-MAX_SETTINGS = 3  # that a label names
 Known = tuple[Evaluated, str, float]  # a run, its place in the ablation, its quality
 
 
@@ -97,8 +97,7 @@ def _told_apart(found: list[list[list[Known]]]) -> list[str]:
         same = [index for index, each in enumerate(labels) if each == label]
         differing = differences({str(index): surroundings(found[index][0][0][0].config) for index in same})
         for index in same:
-            shown = list(differing[str(index)].items())[:MAX_SETTINGS]
-            more[index] = "".join(f", {key.rpartition('.')[2]}={as_text(value)}" for key, value in shown)
+            more[index] = "".join(f", {said}" for said in in_words(differing[str(index)])[:MAX_TOLD])
         for index in same:
             if more[index] in (others := [more[other] for other in same if other < index]):
                 more[index] += f" ({1 + len(others)})"

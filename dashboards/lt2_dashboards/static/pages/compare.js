@@ -3,7 +3,7 @@
 import { get, poll, query } from "../api.js";
 import { figure, theme } from "../chart.js";
 import { coloursOf, curveControls, curveParams } from "../controls.js";
-import { fill, h, notice, status } from "../dom.js";
+import { fill, h, notice, parts, status } from "../dom.js";
 import { number } from "../format.js";
 import { colour, dash } from "../theme.js";
 import { params, setParams } from "../url.js";
@@ -60,15 +60,15 @@ export function comparePage(main) {
     const head = h("tr", {}, h("td", {}), body.runs.map((run, index) => h("th", { scope: "col", style: lineOf(run), class: "run-head" },
       h("a", { href: `/runs/${run.run}` }, run.run), h("span", {}, status(run.status), baseline(run, index), h("button", { type: "button", class: "link", "aria-label": `Take ${run.run} out`, onclick: () => drop(run.run) }, "remove")))));
     const group = (name, rows, make) => rows.length ? [h("tr", { class: "group" }, h("th", { colspan: body.runs.length + 1, scope: "colgroup" }, name)), rows.map(make)] : [];
-    const settings = group("Settings that differ", body.differs, ({ key, values }) => h("tr", {}, h("th", { scope: "row" }, key), values.map((value) =>
+    const settings = group("Settings that differ", body.differs, ({ key, values }) => h("tr", {}, h("th", { scope: "row" }, parts(key)), values.map((value) =>
       h("td", { class: value === null ? "faint" : "" }, value ?? "not set"))));
     // Losses of different objectives (next token, distance to a teacher) are not the same quantity, nor those at other depths.
     const differ = (setting) => body.differs.some(({ key }) => key.endsWith(setting));
     const apart = differ("objective.loops") ? ["loss", "ce"] : differ("objective.type") ? ["loss"] : [];
     const numbers = ({ key, values }) => {
-      if (apart.includes(key)) return h("tr", {}, h("th", { scope: "row" }, key), values.map((value) => h("td", { class: "num" }, number(value))));
+      if (apart.includes(key)) return h("tr", {}, h("th", { scope: "row" }, parts(key)), values.map((value) => h("td", { class: "num" }, number(value))));
       const best = ["loss", "ce", "kl"].includes(key) && moved ? -1 : bestOf(key, values);
-      return h("tr", {}, h("th", { scope: "row" }, key), values.map((value, index) => h("td", { class: `num${best === index ? " best" : ""}` }, number(value), delta(values, index))));
+      return h("tr", {}, h("th", { scope: "row" }, parts(key)), values.map((value, index) => h("td", { class: `num${best === index ? " best" : ""}` }, number(value), delta(values, index))));
     };
     // A training loss is of one batch: the lowest of different steps is no merit of a run.
     const moved = new Set(trained().map(({ step }) => step)).size > 1;
@@ -87,14 +87,14 @@ export function comparePage(main) {
           pair ? h("small", { class: pair.p_value < 0.05 ? "sure" : "", title: `Over ${number(pair.n)} items that both answered: ${number(pair.difference, 3)} ± ${number(pair.stderr, 2)}` }, `p = ${pair.p_value < 0.001 ? "<0.001" : number(pair.p_value, 2)}`.replace("= <", "< ")) : null,
           pair?.note ? h("small", { class: "note" }, pair.note) : null);
       };
-      return h("tr", {}, h("th", { scope: "row" }, key), values.map(cell));
+      return h("tr", {}, h("th", { scope: "row" }, parts(key)), values.map(cell));
     };
     const alike = body.elsewhere ? "External models have no settings here to compare." : "These runs have the same settings here.";
     const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, alike));
-    fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, group("Evaluations", body.evals, evaluations), group("Last logged values", body.metrics.length ? [...steps, ...body.metrics] : [], numbers))));
+    fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, ...[["Evaluations", false], ["Evaluations at several depths, and tables of sweeps", true]].map(([name, repeats]) => group(name, body.evals.filter(({ key }) => /^(depth|sweep)\//.test(key) === repeats), evaluations)), group("Last logged values", body.metrics.length ? [...steps, ...body.metrics] : [], numbers))));
     const keys = Object.keys(body.same);
     same.hidden = !keys.length;
-    fill(same, h("summary", {}, `${keys.length} settings are the same`), h("dl", { class: "settings" }, keys.map((key) => [h("dt", {}, key), h("dd", {}, body.same[key])])));
+    fill(same, h("summary", {}, `${keys.length} settings are the same`), h("dl", { class: "settings" }, keys.map((key) => [h("dt", {}, parts(key)), h("dd", {}, body.same[key])])));
     drawTiles();
   }
 

@@ -2,11 +2,11 @@
 
 import { get } from "../api.js";
 import { figure } from "../chart.js";
-import { fill, h, notice } from "../dom.js";
+import { fill, h, notice, said } from "../dom.js";
 import { params, setParams } from "../url.js";
 
 const NEWEST = 50; // runs offered for a figure's "runs"
-const said = (text) => text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part)); // a docstring
+const CALLED = { q: "filter", x: "over" }; // parameters whose names are short for the address
 const words = (name) => (name[0].toUpperCase() + name.slice(1)).replaceAll("_", " ");
 
 function grouped(figures, make) {
@@ -63,7 +63,7 @@ export function figurePage(main, name) {
 
   function drawForm() {
     if (form.contains(document.activeElement)) return;
-    fill(form, known.map((parameter) => h("label", {}, parameter.name, control(parameter, runs))), runs.length ? picker(runs) : null);
+    fill(form, known.map((parameter) => h("label", { title: `${parameter.name}= in the address` }, CALLED[parameter.name] ?? parameter.name, control(parameter, runs))), runs.length ? picker(runs) : null);
   }
 
   const update = () => { chart.load(params()); drawForm(); };

@@ -3,7 +3,7 @@
 import { poll } from "../api.js";
 import { figure, sortable } from "../chart.js";
 import { curveControls, curveParams } from "../controls.js";
-import { facts, fill, h, notice, status } from "../dom.js";
+import { facts, fill, h, notice, parts, status } from "../dom.js";
 import { ago, date, duration, number } from "../format.js";
 import { params, setParams } from "../url.js";
 
@@ -42,6 +42,15 @@ function happened(events) {
 // What people wrote with `lt2 note`, newest first.
 function noted(notes) {
   return notes.length ? h("section", { class: "panel noted", "aria-label": "Notes" }, notes.map(({ note, author, time }) => h("p", {}, note, h("small", { class: "faint" }, ` ${author ?? ""}, ${date(time)}`)))) : null;
+}
+
+// The same weights at several depths: beside each other, for they differ in little else.
+function byDepth({ depths, rows }) {
+  if (!rows.length) return null;
+  const cell = (found) => h("td", { class: "num" }, found ? number(found.value) : "–", typeof found?.stderr === "number" ? h("small", { class: "faint" }, ` ± ${number(found.stderr, 2)}`) : null);
+  return [h("h2", {}, "At several depths"), h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Evaluations at several depths" }, h("table", { class: "numbers" },
+    h("thead", {}, h("tr", {}, ["task", "metric"].map((name) => h("th", { scope: "col" }, name)), depths.map((name) => h("th", { scope: "col", class: "num" }, name)))),
+    h("tbody", {}, rows.map(({ task, metric, at }) => h("tr", {}, h("td", {}, task ?? "–"), h("td", {}, metric ?? "–"), at.map(cell))))))];
 }
 
 export function runPage(main, run) {
@@ -118,7 +127,7 @@ export function runPage(main, run) {
     if (!keys.length) return null;
     const wanted = (params().setting ?? "").toLowerCase();
     const list = h("dl", { class: "settings" });
-    const draw = (text) => fill(list, keys.filter((key) => !text || `${key} ${values[key]}`.toLowerCase().includes(text)).map((key) => [h("dt", {}, key), h("dd", { title: values[key] }, values[key])]));
+    const draw = (text) => fill(list, keys.filter((key) => !text || `${key} ${values[key]}`.toLowerCase().includes(text)).map((key) => [h("dt", {}, parts(key)), h("dd", { title: values[key] }, values[key])]));
     draw(searchable ? wanted : "");
     const input = searchable ? h("input", { type: "search", placeholder: "Find a setting", "aria-label": "Find a setting", value: params().setting ?? "", oninput: (event) => { setParams({ setting: event.target.value }); draw(event.target.value.toLowerCase()); } }) : null;
     return h("section", { class: "panel" }, h("h2", {}, name, input), list);
@@ -131,15 +140,15 @@ export function runPage(main, run) {
       body.evals.some((row) => row.layer !== undefined) ? ["loop_diagnostics", "Unrolled diagnostics"] : null,
       body.evals.some((row) => row.position !== undefined) ? ["positions", "Loss by position"] : null,
       results.some((row) => row.metric?.endsWith("_tokens_per_s")) ? ["throughput", "Throughput"] : null,
-      results.some((row) => row.name === "depth") ? ["depth", "Depth"] : null,
+      body.depths.rows.length ? ["depth", "Depth"] : null,
     ].filter(Boolean);
-    if (!body.evals.length) return null;
+    if (!body.evals.length && !body.depths.rows.length) return null;
     const extra = [...new Set(["stderr", "n", "limit", "num_fewshot", ...results.flatMap((row) => Object.keys(row))])].filter((key) => !["name", "task", "metric", "value"].includes(key) && results.some((row) => row[key] !== null && row[key] !== "" && row[key] !== undefined));
     const columns = ["name", "task", "metric", "value", ...extra];
     const rows = results.map((row) => columns.map((column) => (/sha256$/.test(column) ? row[column]?.slice(0, 8) : row[column]) ?? null));
     showScores({ columns, rows });
     return h("section", { class: "panel" }, h("h2", {}, "Evaluations", h("span", { class: "links" }, links.map(([name, text]) => h("a", { href: `/figures/${name}?runs=${run}` }, text)))),
-      results.length ? scores : null);
+      results.length ? scores : null, byDepth(body.depths));
   }
 
   return { update: drawTiles, destroy() { stop(); for (const tile of tiles.values()) tile.destroy(); } };

@@ -4,7 +4,7 @@ import { poll, query } from "../api.js";
 import { aligned, figure, theme } from "../chart.js";
 import { coloursOf, curveControls, curveParams } from "../controls.js";
 import { fill, h, notice, setText, status } from "../dom.js";
-import { ago, brief, date, duration, number, shortNames } from "../format.js";
+import { ago, brief, date, duration, metricName, number, shortNames } from "../format.js";
 import { colour } from "../theme.js";
 import { go, params, setParams } from "../url.js";
 
@@ -17,12 +17,6 @@ const MAX_CHARTS = 13;
 const COLUMNS = 8; // differing settings shown before "columns" is used
 const METRICS = ["loss", "tokens_per_s"];
 const HEADLINE = /ppl|perplexity|average/;
-
-function metricName(key) {
-  if (key === "tokens_per_s") return "tokens/s";
-  const parts = key.split("/");
-  return (parts.at(-2) === "perplexity" ? [parts[0], parts.at(-1)] : parts.slice(-2)).join(" "); // "validation loss"
-}
 
 const toggled = (list, item) => (list.includes(item) ? list.filter((other) => other !== item) : [...list, item]);
 

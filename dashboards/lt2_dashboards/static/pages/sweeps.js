@@ -9,7 +9,7 @@ export function sweepsPage(main) {
   const search = h("input", { type: "search", class: "search", placeholder: "Filter: words, lr>1e-3, layout.type=hybrid", "aria-label": "Filter runs", spellcheck: "false" });
   const metric = h("select", { "aria-label": "Result", onchange: () => setParams({ metric: metric.value }) });
   const chart = figure("sweep", { onBody: (body) => tell(body) });
-  const means = figure("seeds", { onBody: (body) => { shown = body.title.replace(/ by configuration$/, ""); drawMetrics(); configurations.hidden = !body.rows.length; tellMeans(body); } });
+  const means = figure("seeds", { onBody: (body) => { shown = body.columns[body.columns.indexOf("runs") + 1]; drawMetrics(); configurations.hidden = !body.rows.length; tellMeans(body); } });
   const configurations = h("div", { class: "table-wrap bounded", tabindex: "0", role: "region", "aria-label": "Configurations" });
   const table = h("div", { class: "table-wrap bounded", tabindex: "0", role: "region", "aria-label": "Runs" });
   const tellMeans = sortable(configurations), tell = sortable(table);
