@@ -39,7 +39,7 @@ def hybrid(
     if by == "ratio":
         notes.append("The axis shows the requested ratios; with few layers not all are possible (see attention in).")
     if repeated:
-        notes.append("Squares are means over seeds, with one standard deviation.")
+        notes.append("Squares are means over seeds, with one standard deviation; diamonds are single runs.")
     if by == "level":
         notes.append("Random + vote needs 5 times the compute to evaluate.")
     if quality == "perplexity":
@@ -69,33 +69,35 @@ def hybrid(
 
 
 def _hybrids(known: list[Known], repeated: list[Line], names: list[str]) -> list[dict[str, Any]]:
-    """Our runs as points, in a colour per depth, and lines through the means of those that were repeated."""
-    depths = sorted({run.architecture.n_loops for run, *_ in known if run.architecture})
+    """Lines through the means of runs that were repeated, those runs in their line's colour, and others by depth."""
     series = []
-    for colour, n_loops in enumerate(depths):
-        data = [
-            {"name": f"{run.run}: {_told(run)}", "value": [name, rounded(value)]}
-            for run, name, value in known
-            if run.architecture and run.architecture.n_loops == n_loops
-        ]
-        series.append(points(f"this store, T = {n_loops}", data, colour, yAxisIndex=1, symbol="diamond", symbolSize=12))
-    taken: list[int] = []
-    for each in repeated:
-        own = depths.index(each.n_loops)  # the colour of its points; further lines of a depth have others
-        colour = own if own not in taken else max(len(depths), *(number + 1 for number in taken))
-        taken.append(colour)
-        middle = [_mean_point(name, each.means.get(name)) for name in names]
-        label = f"this store, mean, {each.label}"
+    for colour, each in enumerate(repeated):
+        label = f"this store, {each.label}"
         ends = [
             ([name, rounded(mean.value - mean.deviation)], [name, rounded(mean.value + mean.deviation)])
             for name, mean in each.means.items()
             if mean.deviation is not None
         ]
-        series += whiskers(label, ends, colour, yAxisIndex=1)
+        middle = [_mean_point(name, each.means.get(name)) for name in names]
         # A mark at each mean: a line through a single place would not be seen.
         marks = {"showSymbol": True, "symbol": "rect", "symbolSize": 7}
+        series += whiskers(label, ends, colour, yAxisIndex=1)
+        series.append(_single(label, [run for run in known if run[0].run in each.runs], colour))
         series.append(line(label, middle, colour, yAxisIndex=1, connectNulls=True, **marks))
+    drawn = {run for each in repeated for run in each.runs}
+    depths: dict[int, list[Known]] = {}
+    for run in known:
+        if run[0].run not in drawn and run[0].architecture:
+            depths.setdefault(run[0].architecture.n_loops, []).append(run)
+    more = ", not repeated" if repeated else ""
+    for colour, (n_loops, runs) in enumerate(sorted(depths.items()), start=len(repeated)):
+        series.append(_single(f"this store, T = {n_loops}{more}", runs, colour))
     return series
+
+
+def _single(label: str, runs: list[Known], colour: int) -> dict[str, Any]:
+    data = [{"name": f"{run.run}: {_told(run)}", "value": [name, rounded(value)]} for run, name, value in runs]
+    return points(label, data, colour, yAxisIndex=1, symbol="diamond", symbolSize=11)
 
 
 def _mean_point(name: str, mean: Mean | None) -> dict[str, Any] | None:

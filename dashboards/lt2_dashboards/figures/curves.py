@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lt2.train.config import SEEDS
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.across import NAMES, X, across
 from lt2_dashboards.figures.parts.chosen import mixed_losses
@@ -80,7 +81,8 @@ def curves(
         if bad := int(np.sum(curve["nonfinite"].to_numpy())):
             values = "1 value is" if bad == 1 else f"{bad:,} values are"
             notes.append(f"{run}: {values} NaN or infinite and not drawn.")
-    together, names = _groups(runs, known, lines, seeds=seeds), told_apart(snapshot, list(known))
+    together = _groups(runs, known, lines, seeds=seeds)
+    names = told_apart(snapshot, list(known), without=SEEDS if seeds else ())
     banded = len(runs) <= 3 and not log and not smooth
     for position, members in together:
         series += _of_group(members, names, position, lines, banded=banded, log=log, smooth=smooth)
@@ -140,7 +142,7 @@ def _of_group(
         points = [
             (at, np.array(_smoothed(curve["mean"].to_numpy(), smooth))) for curve, at in map(lines.__getitem__, members)
         ]
-        if together := mean_lines(members, position, points, banded=not log):
+        if together := mean_lines(members, names[members[0]], position, points, banded=not log):
             return together
     return [each for run in members for each in _lines(names[run], position, *lines[run], banded=banded, smooth=smooth)]
 

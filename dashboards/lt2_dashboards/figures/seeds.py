@@ -7,7 +7,7 @@ from typing import Any
 from lt2.train.config import SEEDS
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.chosen import LOWER_IS_BETTER, Chosen, choose
-from lt2_dashboards.figures.parts.names import in_words
+from lt2_dashboards.figures.parts.names import TELLS_LITTLE, in_words
 from lt2_dashboards.figures.parts.series import points, whiskers
 from lt2_dashboards.figures.sweep import MAX_AXES, NEEDS, settings_of
 from lt2_dashboards.queries import Snapshot, Source
@@ -15,7 +15,6 @@ from lt2_platform.evaluate.ablations import FLOPS
 from lt2_platform.evaluate.student import mean_std, welch
 
 DRAWN = 20  # configurations, the best ones: labels of more would lie on each other
-TELLS_LITTLE = ("ffn_hidden", "data.fingerprint")  # what sweeps match sizes by, and a hash
 
 
 def seeds(source: Source, *, q: str = "", metric: str = "") -> Figure:

@@ -157,6 +157,23 @@ def test_metrics_are_titled_in_words(tmp_path, metric, title):
     assert curves(Source(str(tmp_path)), runs=["one"], metric=metric).title == title
 
 
+def test_lines_of_one_step_are_called_by_what_they_differ_in(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for seed, (mixer, ffn_hidden) in enumerate([("gdn", 127), ("gdn", 127), ("kda", 124)]):
+        kind = {"model": {"ffn_hidden": ffn_hidden, "gate": None if mixer == "gdn" else "x", "mixer": {"type": mixer}}}
+        with store.create_run(f"r-{seed}", {"config": kind | {"train": {"seed": seed}}}) as writer:
+            writer.log(1, {"loss": 2.0})
+    source, runs = Source(str(tmp_path)), ["r-0", "r-1", "r-2"]
+    each = [line["name"] for line in curves(source, runs=runs).option["series"]]
+    assert each == [
+        "r-0 (gdn, seed=0, ffn_hidden=127)",
+        "r-1 (gdn, seed=1, ffn_hidden=127)",
+        "r-2 (kda, gate=x, seed=2)",
+    ]
+    means = list(lines(curves(source, runs=runs, seeds=True)))
+    assert means == ["r-0 (gdn, ffn_hidden=127, gate=null) and 1 more seed", "r-2 (kda, gate=x, ffn_hidden=124)"]
+
+
 @pytest.mark.parametrize(
     ("result", "title"),
     [

@@ -76,18 +76,25 @@ def test_only_runs_that_differ_in_their_seeds_are_averaged(tmp_path):
         ("1:4", "T = 4, 1k, lr=0.01"): 30.5,
         ("1:4", "T = 8, 1k"): 12.5,
     }
-    whiskers, line = series(found, "this store, mean, T = 2, 1k to 1.01k")
+    whiskers, runs, line = series(found, "this store, T = 2, 1k to 1.01k")
     assert [point and point["value"] for point in line["data"]] == [None, 9.5, 18.5, None, None, None]
     assert line["data"][2]["detail"] == "mean of 2, ± 0.707"
     assert whiskers["data"][3:5] == [["1:1", 8.79289], ["1:1", 10.2071]]
     assert (line["yAxisIndex"], whiskers["yAxisIndex"]) == (1, 1)
-    drawn = {each["name"]: each["colorIndex"] for each in found.option["series"] if "mean" in each["name"]}
-    assert sorted(drawn.values()) == [0, 1, 2, 3, 4, 5]  # no two lines alike
-    points = {each["name"]: each["data"] for each in found.option["series"] if each["type"] == "scatter"}
-    assert list(points) == [f"this store, T = {n}" for n in (1, 2, 4, 8)]
-    assert {"name": "loops-8-0: T = 8, 1k, attention in 1 of 5 layers", "value": ["1:4", 12.0]} in points[
-        "this store, T = 8"
+    assert {point["name"].partition(":")[0] for point in runs["data"]} == {
+        "loops-2-0",
+        "loops-2-1",
+        "wider-0",
+        "wider-1",
+    }
+    assert {"name": "wider-0: T = 2, 1.01k, attention in 2 of 5 layers (2:3 for 1:1)", "value": ["1:1", 9.0]} in runs[
+        "data"
     ]
+    drawn = {(each["name"], each["colorIndex"]) for each in found.option["series"] if "colorIndex" in each}
+    assert sorted(colour for _, colour in drawn) == [0, 1, 2, 3, 4, 5]  # a line and its runs alike, no two lines
+    add(store, "single", hybrid(), at=100.0, n_loops=2, n_layers=15, validation=scores(7.0, None, 3000))
+    (alone,) = series(figure(Source(str(tmp_path)), "hybrid"), "this store, T = 2, not repeated")
+    assert (len(alone["data"]), alone["colorIndex"]) == (1, 6)
 
 
 @pytest.mark.parametrize("models", [1, 2, 40])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lt2_dashboards.queries import Snapshot
@@ -10,12 +10,14 @@ from lt2_platform.results.store import RunInfo, differences
 from lt2_platform.results.tables import as_text
 
 MAX_TOLD = 3  # settings in a run's name
+TELLS_LITTLE = ("ffn_hidden", "data.fingerprint")  # what sweeps match sizes by, and a hash
 
 
-def told_apart(snapshot: Snapshot, runs: list[str]) -> dict[str, str]:
+def told_apart(snapshot: Snapshot, runs: list[str], *, without: Collection[str] = ()) -> dict[str, str]:
     """What runs are called: by their names, several of one step also by what they differ in: "stage2-1a2b3c4d (k=8)".
 
-    Those of the same settings differ in the weights that they begin with: "(start=stage2-1a2b3c4d)".
+    Those of the same settings differ in the weights that they begin with: "(start=stage2-1a2b3c4d)". Settings called as
+    one of `without` are not told.
     """
     names: dict[str, str] = {run: run for run in runs}
     steps: dict[str, list[RunInfo]] = {}
@@ -25,7 +27,11 @@ def told_apart(snapshot: Snapshot, runs: list[str]) -> dict[str, str]:
     for group in steps.values():
         apart = differences({run.run_id: run.config for run in group})
         for run in group if len(group) > 1 else []:
-            settings = {key: value for key, value in apart[run.run_id].items() if not key.startswith("sources.")}
+            settings = {
+                key: value
+                for key, value in apart[run.run_id].items()
+                if not key.startswith("sources.") and key.rpartition(".")[2] not in without
+            }
             told = in_words(settings)[:MAX_TOLD]
             start = run.info.get("models", {}).get("start")
             if not told and start:
@@ -43,7 +49,7 @@ def in_words(settings: Mapping[str, Any]) -> list[str]:
     texts = {key: as_text(value) for key, value in settings.items()}
     unset = {key for key, text in texts.items() if text == "null"}
     kinds = {key for key in texts.keys() - unset if key.endswith(".type")}
-    order = sorted(texts, key=lambda key: (key not in kinds, key in unset))
+    order = sorted(texts, key=lambda key: (key not in kinds, key in unset, key.endswith(TELLS_LITTLE)))
     return list(dict.fromkeys(texts[key] if key in kinds else f"{names[key]}={texts[key]}" for key in order))
 
 

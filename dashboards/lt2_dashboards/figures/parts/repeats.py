@@ -35,7 +35,7 @@ class Line:
     """Models that differ in the ablation only, through its places: never two depths or sizes at one place."""
 
     label: str
-    n_loops: int
+    runs: frozenset[str]
     means: dict[str, Mean]
 
     @property
@@ -59,9 +59,8 @@ def lines(known: Sequence[Known]) -> list[Line]:
 
 def _line(row: list[list[Known]], more: str) -> Line:
     everyone = [run for group in row for run, *_ in group]
-    return Line(
-        depth_and_size(everyone) + more, _loops(everyone[0]), {group[0][1]: _mean(group, more) for group in row}
-    )
+    means = {group[0][1]: _mean(group, more) for group in row}
+    return Line(depth_and_size(everyone) + more, frozenset(run.run for run in everyone), means)
 
 
 def _mean(group: list[Known], more: str) -> Mean:

@@ -43,15 +43,17 @@ def mean_and_deviation(curves: Sequence[Points]) -> tuple[np.ndarray, np.ndarray
     return places, mean, np.where(deviation > 1e-9 * np.abs(mean), deviation, 0.0)
 
 
-def mean_lines(runs: Sequence[str], position: int, curves: Sequence[Points], *, banded: bool) -> list[dict[str, Any]]:
-    """The series of such a group, in the colour of `position`; none if its curves share no place.
+def mean_lines(
+    runs: Sequence[str], name: str, position: int, curves: Sequence[Points], *, banded: bool
+) -> list[dict[str, Any]]:
+    """The series of such a group, called after its first run's `name`; none if its curves share no place.
 
     "members" has its runs, by which pages colour the names of all of them alike.
     """
     found = mean_and_deviation(curves)
     if found is None:
         return []
-    name = f"{runs[0]} and {len(runs) - 1} more seed{'s' if len(runs) > 2 else ''}"
+    name = f"{name} and {len(runs) - 1} more seed{'s' if len(runs) > 2 else ''}"
     places, mean, deviation = found
     at = places.tolist()
     data = [[place, rounded(value)] for place, value in zip(at, mean)]
