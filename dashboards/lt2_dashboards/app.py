@@ -27,14 +27,14 @@ from lt2_dashboards.auth import LOGIN, Access, Guard, check_bind
 from lt2_dashboards.export import STATIC, static_html
 from lt2_dashboards.figures import FIGURES, GROUPS, Figure, draw
 from lt2_dashboards.figures.figure import describe
-from lt2_dashboards.pipelines import read_trials, read_workflow, read_workflows
 from lt2_dashboards.queries import Source
-from lt2_dashboards.records import NotThereError
-from lt2_dashboards.run_page import compare_page, run_page
-from lt2_dashboards.runs_table import runs_page, whole_table
-from lt2_dashboards.significance import significance
-from lt2_dashboards.silent import moment
-from lt2_dashboards.steps import read_log, read_step
+from lt2_dashboards.runs.page import compare_page, run_page
+from lt2_dashboards.runs.significance import significance
+from lt2_dashboards.runs.silent import moment
+from lt2_dashboards.runs.table import runs_page, whole_table
+from lt2_dashboards.workflows.dags import read_trials, read_workflow, read_workflows
+from lt2_dashboards.workflows.records import NotThereError
+from lt2_dashboards.workflows.steps import read_log, read_step
 from lt2_platform.storage_errors import STORAGE_ERRORS
 
 log = logging.getLogger(__name__)

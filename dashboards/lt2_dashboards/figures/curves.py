@@ -13,11 +13,10 @@ from lt2.train.config import SEEDS
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.across import NAMES, X, across
 from lt2_dashboards.figures.parts.chosen import mixed_losses
-from lt2_dashboards.figures.parts.names import told_apart
+from lt2_dashboards.figures.parts.names import titled, told_apart
 from lt2_dashboards.figures.parts.seed_means import by_seed, mean_lines
 from lt2_dashboards.figures.parts.series import band, line
 from lt2_dashboards.figures.parts.store import known_runs
-from lt2_dashboards.figures.parts.titles import titled
 from lt2_dashboards.queries import Snapshot, Source
 from lt2_platform.results.curves import refit
 from lt2_platform.results.store import RunInfo

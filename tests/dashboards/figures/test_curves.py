@@ -11,8 +11,8 @@ from lt2.analysis.accounting import training_flops
 from lt2.config import ModelConfig
 from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures.curves import SEED_MEANS, curves
+from lt2_dashboards.figures.parts.names import titled
 from lt2_dashboards.figures.parts.seed_means import mean_and_deviation
-from lt2_dashboards.figures.parts.titles import titled
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage

@@ -9,7 +9,7 @@ import pytest
 from lt2_dashboards.figures.parts.dots import dots
 from lt2_dashboards.figures.parts.store import architecture, evaluated
 from lt2_dashboards.queries import Source
-from lt2_dashboards.run_page import compare_page, run_page
+from lt2_dashboards.runs.page import compare_page, run_page
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from tests.dashboards.drawn import figure, ours, series

@@ -14,7 +14,6 @@ import pytest
 from scipy import stats
 
 from lt2.config import ConfigError
-from lt2_dashboards import runs_table
 from lt2_dashboards.export import static_html
 from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures.curves import curves
@@ -22,6 +21,7 @@ from lt2_dashboards.figures.downstream import downstream
 from lt2_dashboards.figures.figure import describe
 from lt2_dashboards.figures.parts.paper import DOWNSTREAM, PATTERNS, RATIOS, TASKS
 from lt2_dashboards.queries import Source
+from lt2_dashboards.runs import table
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from tests.dashboards.conftest import HOSTILE, add_run, body, layout
@@ -221,7 +221,7 @@ def test_csv_has_the_whole_table(client, source):
 
 
 def test_the_table_of_runs_as_csv_has_all_that_match_with_all_their_results(client, monkeypatch):
-    monkeypatch.setattr(runs_table, "PAGE_SIZE", 1)
+    monkeypatch.setattr(table, "PAGE_SIZE", 1)
     answer = client.get("/api/runs.csv?status=finished,failed&sort=-validation/perplexity")
     assert answer.headers["content-disposition"] == 'attachment; filename="runs.csv"'
     rows = list(csv.DictReader(io.StringIO(answer.text)))

@@ -8,7 +8,7 @@ import pytest
 
 from lt2_dashboards.figures import Figure
 from lt2_dashboards.queries import Source
-from lt2_dashboards.run_page import compare_page
+from lt2_dashboards.runs.page import compare_page
 from lt2_platform.results.rows import result_rows
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage

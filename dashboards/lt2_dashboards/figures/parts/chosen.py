@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lt2_dashboards.figures.parts.names import titled
 from lt2_dashboards.figures.parts.store import rows_of
 from lt2_dashboards.figures.parts.texts import PER_TOKEN, text_notes
-from lt2_dashboards.figures.parts.titles import titled
 from lt2_dashboards.queries import RESULT, Snapshot, Source
-from lt2_dashboards.runs_table import how_many, matching, unusable
-from lt2_dashboards.silent import moment
+from lt2_dashboards.runs.silent import moment
+from lt2_dashboards.runs.table import how_many, matching, unusable
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import depths_of, objective_of
 from lt2_platform.wording import first_of

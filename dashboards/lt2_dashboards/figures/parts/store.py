@@ -12,7 +12,7 @@ from typing import Any
 from lt2.layout import realised_ratio
 from lt2_dashboards.figures.parts.paper import NORMALISED, TASKS
 from lt2_dashboards.queries import PERPLEXITY, Snapshot
-from lt2_dashboards.records import NotThereError
+from lt2_dashboards.workflows.records import NotThereError
 from lt2_platform.evaluate.repeats import STANDING_SQL, few_of
 from lt2_platform.results.store import RunInfo
 

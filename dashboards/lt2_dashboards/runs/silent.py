@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lt2_dashboards.queries import Snapshot, Source
-from lt2_dashboards.records import Records, is_name
-from lt2_dashboards.steps import step_states
+from lt2_dashboards.workflows.records import Records, is_name
+from lt2_dashboards.workflows.steps import step_states
 from lt2_platform.results.store import RunInfo
 from lt2_platform.results.tables import STALE_SECONDS
 from lt2_platform.results.writer import FLUSH_SECONDS

@@ -12,9 +12,9 @@ from lt2.config import ConfigError
 from lt2.layout import loops_text
 from lt2_dashboards.figures.parts.store import attention_in
 from lt2_dashboards.queries import Snapshot, Source
-from lt2_dashboards.records import NotThereError, Records
-from lt2_dashboards.silent import Moment, moment
-from lt2_dashboards.steps import spec_path, step_states
+from lt2_dashboards.runs.silent import Moment, moment
+from lt2_dashboards.workflows.records import NotThereError, Records
+from lt2_dashboards.workflows.steps import spec_path, step_states
 from lt2_platform.evaluate.repeats import counting, is_reading
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import RunInfo, differences, flatten

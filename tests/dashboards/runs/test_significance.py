@@ -12,8 +12,7 @@ from lt2_dashboards.auth import Access
 from lt2_platform.evaluate.compare import compare
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
-
-from .conftest import body
+from tests.dashboards.conftest import body
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Snapshot
-from lt2_dashboards.silent import STATUS, Moment
+from lt2_dashboards.runs.silent import STATUS, Moment
 
 PAGE_SIZE = 100
 MAX_QUERY = 500  # characters

@@ -14,8 +14,7 @@ from lt2_platform.results.index import compact
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
-
-from .conftest import Clock, add_run, attempt, body
+from tests.dashboards.conftest import Clock, add_run, attempt, body
 
 
 @pytest.fixture

@@ -8,15 +8,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from lt2.config import ConfigError
-from lt2_dashboards import pipelines
 from lt2_dashboards.app import create_app
 from lt2_dashboards.auth import Access
-from lt2_dashboards.pipelines import in_order, is_trial, overall, read_trials, read_workflow, read_workflows
-from lt2_dashboards.steps import LOG_TAIL, read_log, read_step
+from lt2_dashboards.workflows import dags
+from lt2_dashboards.workflows.dags import in_order, is_trial, overall, read_trials, read_workflow, read_workflows
+from lt2_dashboards.workflows.steps import LOG_TAIL, read_log, read_step
 from lt2_platform.step_records import this_process
 from lt2_platform.storage import Storage
-
-from .conftest import HOSTILE, attempt, body, fill_sweep, fill_workflow
+from tests.dashboards.conftest import HOSTILE, attempt, body, fill_sweep, fill_workflow
 
 
 def test_a_workflow_with_the_states_of_its_steps(client):
@@ -88,8 +87,8 @@ def test_what_trials_share_is_known_by_its_record_not_by_its_name():
 
 
 def test_what_a_list_leaves_out_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipelines, "MAX_WORKFLOWS", 1)
-    monkeypatch.setattr(pipelines, "MAX_TRIALS", 2)
+    monkeypatch.setattr(dags, "MAX_WORKFLOWS", 1)
+    monkeypatch.setattr(dags, "MAX_TRIALS", 2)
     storage = Storage(str(tmp_path))
     fill_workflow(storage)
     fill_sweep(storage, 5, failed=1)

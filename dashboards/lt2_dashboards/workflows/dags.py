@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from lt2_dashboards.records import Records, checked, is_name
-from lt2_dashboards.steps import spec_path, step_states
+from lt2_dashboards.workflows.records import Records, checked, is_name
+from lt2_dashboards.workflows.steps import spec_path, step_states
 from lt2_platform.storage import Storage
 
 MAX_WORKFLOWS = 200  # newest first on the list

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lt2_dashboards.records import NotThereError, Records, checked
+from lt2_dashboards.workflows.records import NotThereError, Records, checked
 from lt2_platform.results.tables import as_text, flatten
 from lt2_platform.step_records import attempt_state
 from lt2_platform.storage import Storage

@@ -6,7 +6,7 @@ from typing import Any
 
 from lt2.config import ConfigError
 from lt2_dashboards.queries import Source
-from lt2_dashboards.run_page import compared
+from lt2_dashboards.runs.page import compared
 from lt2_platform.evaluate.compare import Answers, NoItemsError, own_depth, paired, scores
 from lt2_platform.results.store import RunInfo
 
