@@ -31,7 +31,7 @@ const figure = {figure};
 const place = document.getElementById("chart");
 place.style.height = `${{Math.max(440, 230 * rowsOf(figure.option))}}px`;
 const chart = echarts.init(place, null, {{ renderer: "svg" }});
-chart.setOption(themed(figure.option, LIGHT));
+chart.setOption(themed(figure.option, LIGHT, {{ width: place.clientWidth || undefined }}));
 addEventListener("resize", () => chart.resize());
 </script></body></html>
 """

@@ -1,9 +1,11 @@
-"""Colours of the pages and charts: text can be read on whatever it stands (WCAG 2.1, level AA)."""
+"""Colours of the pages and charts: text can be read where it stands (WCAG 2.1, level AA), lines are told apart."""
 
 from __future__ import annotations
 
 import re
+from itertools import combinations
 
+import numpy as np
 import pytest
 
 from lt2_dashboards.export import STATIC
@@ -18,12 +20,32 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def _luminance(colour: str) -> float:
+# From linear RGB to what eyes without one kind of cone see (Machado et al. 2009), and to XYZ.
+VISIONS = {
+    "all cones": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def _linear(colour: str) -> list[float]:
     digits = colour.removeprefix("#")
     digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
     parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def _luminance(colour: str) -> float:
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), _linear(colour)))
+
+
+def lab(colour: str, vision: str) -> np.ndarray:
+    """A colour's CIELAB coordinates as seen with `vision`."""
+    seen = np.clip(np.array(VISIONS[vision]) @ _linear(colour), 0, 1)
+    x, y, z = np.cbrt(XYZ @ seen / XYZ.sum(axis=1))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def test_contrast_is_that_of_the_standard():
@@ -54,3 +76,6 @@ def test_charts_can_be_read(theme):
     assert len(palette) == 10
     assert min(contrast(colours[text], colours["panel"]) for text in ("text", "faint")) >= 4.5
     assert min(contrast(line, colours["panel"]) for line in (*palette, colours["paper"])) >= 3
+    for vision in VISIONS:
+        seen = [lab(line, vision) for line in (*palette[:8], colours["paper"])]
+        assert min(float(np.linalg.norm(one - other)) for one, other in combinations(seen, 2)) > 14, vision

@@ -1,14 +1,15 @@
 // Colours and defaults of every chart. Also copied into exported files, so it must not import anything.
 
+// Lines differ in lightness too, so that the first eight, and the paper's grey, are told apart with any colour vision.
 export const LIGHT = {
   text: "#3b4250", faint: "#666f81", line: "#e6e9ee", axis: "#c9ced8", panel: "#ffffff", border: "#dde1e8", paper: "#8a93a5",
   heat: ["#f1f4f9", "#dbe6f8", "#b7cef1", "#8db2e8", "#6094dc", "#3573c8", "#1f4f96"], heatFlip: 4,
-  palette: ["#2f6bd8", "#d9622b", "#1a9470", "#a8479c", "#b8860b", "#5b55c8", "#c2334d", "#13848f", "#7a5c3e", "#5f6b7d"],
+  palette: ["#2f6bd8", "#d9622b", "#1a9470", "#6b2478", "#6b5300", "#8c1d2c", "#c25fc0", "#2b1f80", "#73164d", "#70618a"],
 };
 export const DARK = {
   text: "#c6ccd8", faint: "#8791a3", line: "#252b36", axis: "#3a4250", panel: "#171b22", border: "#2c333f", paper: "#79839a",
   heat: ["#1c222c", "#1d2f4a", "#23406b", "#2b548d", "#386bb0", "#5289d0", "#7aaaf0"], heatFlip: 5,
-  palette: ["#6ea3ff", "#f0915f", "#4cc79e", "#d68acb", "#dcb04a", "#9d98f5", "#f07a8f", "#4fc3cf", "#b99873", "#9aa6b8"],
+  palette: ["#6ea3ff", "#f0915f", "#4cc79e", "#e3b7f2", "#c59a1c", "#e44862", "#b95cc4", "#bdeaa5", "#857819", "#e2eb66"],
 };
 
 export const colour = (theme, index) => theme.palette[index % theme.palette.length];

@@ -8,7 +8,7 @@ import { number } from "../format.js";
 import { colour, dash } from "../theme.js";
 import { params, setParams } from "../url.js";
 
-const LOWER_IS_BETTER = /loss|ppl|perplexity|kl|^ce$|_time|wait|bytes|memory/;
+const LOWER_IS_BETTER = /loss|ppl|perplexity|kl|^ce$|_time|wait|bytes|memory/i;
 const HIGHER_IS_BETTER = /acc|score|tokens_per_s|mfu|recall|f1|em$/;
 const TILES = ["loss", "validation_loss", "grad_norm", "tokens_per_s"];
 
