@@ -27,7 +27,7 @@ SPIKY = {"grad_norm"}
 MIN_POINTS_TO_CUT = 100
 START_CUT = "The start of training is above the axis."
 DIVERGED = 4.0  # a loss that has been so many times its first does not set the axis for the others
-SEED_MEANS = "Seeds are drawn as their mean, up to the last step that all have; bands are one standard deviation."
+SEED_MEANS = "Mean of seeds, as far as all go, ± standard deviation."
 Line = tuple[pa.Table, np.ndarray]  # a curve as it is drawn, and where its points stand on the axis
 POINTS_ON_SCREEN = 8_000  # over all lines of one chart
 

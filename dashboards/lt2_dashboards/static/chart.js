@@ -162,15 +162,15 @@ export function sorted({ columns, rows }, by) {
   }) };
 }
 
-// One number of decimals for a column, about five digits of a usual value, so that points stand under each other: a run
-// that has diverged does not take the digits of the others. Where values are too far apart for that, each has its own,
-// with `digits` in all.
+// One number of decimals for a column, about five digits of a usual value, four from 100 on, so that points stand under each
+// other: a run that has diverged does not take the digits of the others. Where values are too far apart for that, each has
+// its own, with `digits` in all.
 export function aligned(values, digits = 6) {
   const known = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs).sort((a, b) => a - b);
   const usual = known[known.length >> 1] ?? 0, far = (value) => Math.abs(value) > Math.min(1e3 * usual, 1e5);
   if (usual >= 1e5) return (value) => number(Math.abs(value) >= 1e5 ? Math.round(value) : value, digits); // 1,655,307 below 1,654,152
   if (known.every(Number.isInteger) || known[0] < 1e-3) return (value) => number(value, digits);
-  const decimals = Math.max(0, Math.min(5, 4 - Math.floor(Math.log10(usual))));
+  const decimals = Math.max(0, Math.min(5, (usual < 100 ? 4 : 3) - Math.floor(Math.log10(usual))));
   if (known[0] < 10 ** (1 - decimals)) return (value) => number(value); // accuracies beside tokens/s: one digit would be left of them
   const needed = Math.max(...known.filter((value) => !far(value)).map((value) => (String(Number(value.toFixed(decimals))).split(".")[1] ?? "").length));
   return (value) => (typeof value !== "number" || far(value) ? number(value) : value.toLocaleString("en", { minimumFractionDigits: needed, maximumFractionDigits: needed }));

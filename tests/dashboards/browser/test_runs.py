@@ -252,7 +252,7 @@ def test_the_digits_of_a_column_are_those_of_its_usual_values(page, site):
     for values, shown in (
         ([2.38333, 2.04019, 3.0, 700.71, None, "NaN"], ["2.3833", "2.0402", "3.0000", "700.7100", "–", "NaN"]),
         ([2.4, 3.1, 1.5e7], ["2.4", "3.1", "15M"]),  # of runs that have diverged
-        ([1590.0, 1234.56, 2e6], ["1,590.0", "1,234.6", "2,000,000"]),
+        ([1590.0, 1234.56, 2e6], ["1,590", "1,235", "2,000,000"]),
         ([0.52, 0.61, 5000.5, 6000.0, 7000.0], ["0.52", "0.61", "5,000.5", "6,000", "7,000"]),
     ):
         told = "async (values) => values.map((await import('/static/chart.js')).aligned(values, 4))"
