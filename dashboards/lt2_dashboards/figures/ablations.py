@@ -114,21 +114,20 @@ def _told(run: Evaluated) -> str:
 
 def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
     """What the gate after the attention changes in the three models of the paper's Table 4, and in ours."""
-    known: list[tuple[str, str, str | None, float]] = []
-    sides: dict[tuple[Any, ...], set[bool]] = {}
-    places: dict[str, tuple[Any, ...]] = {}
     snapshot = source.snapshot()
-    for run in evaluated(snapshot):
-        kind, value = run.architecture, value_of(run, quality)
-        if kind is not None and value is not None:
-            known.append((run.run, kind.title, kind.gate, value))
-            places[run.run] = (
-                kind.title,
-                kind.n_loops,
-                *(kind.layout.get(key) for key in ("type", "ratio", "pattern")),
-            )
-            sides.setdefault(places[run.run], set()).add(kind.gate is not None)
-    ours = [row for row in known if len(sides[places[row[0]]]) == 2 or (row[2] and row[1] in GATES)]
+    known = [
+        (run.run, kind, value)
+        for run in evaluated(snapshot)
+        if (kind := run.architecture) and (value := value_of(run, quality)) is not None
+    ]
+    sides: dict[tuple[Any, ...], set[bool]] = {}
+    for _, kind, _ in known:
+        sides.setdefault(_but_for_gate(kind), set()).add(kind.gate is None)
+    ours = [
+        (run, kind.title, kind.gate, value)
+        for run, kind, value in known
+        if len(sides[_but_for_gate(kind)]) == 2 or (kind.gate and kind.title in GATES)
+    ]
     models = [*GATES, *sorted({title for _, title, *_ in ours} - set(GATES))]
     column = 0 if quality == "perplexity" else 1
     rows: list[list[Any]] = [[run, "this store", title, gate or "none", value] for run, title, gate, value in ours]
@@ -157,6 +156,11 @@ def output_gate(source: Source, *, quality: Quality = "perplexity") -> Figure:
         notes,
         produce="" if ours else "lt2 sweep gate",
     )
+
+
+def _but_for_gate(kind: Architecture) -> tuple[Any, ...]:
+    """What is the same in an architecture with and without the gate."""
+    return kind.title, kind.n_loops, *(kind.layout.get(key) for key in ("type", "ratio", "pattern"))
 
 
 def _beside_paper(x_axis: dict[str, Any], quality: Quality, series: list[dict[str, Any]]) -> dict[str, Any]:

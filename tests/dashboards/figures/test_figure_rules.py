@@ -129,6 +129,17 @@ def test_a_run_tells_in_how_many_layers_its_attention_really_is(tmp_path, layout
     assert run_page(Source(str(tmp_path)), "one")["attention_in"] == told
 
 
+@pytest.mark.parametrize("name", ["hybrid", "output_gate"])
+def test_an_axis_of_this_store_is_there_if_it_has_something_on_it(tmp_path, name):
+    paper = figure(Source(str(tmp_path)), name).option
+    assert [axis["name"] for axis in paper["yAxis"]] == ["perplexity, paper"]
+    assert all("paper" in each["name"] for each in paper["series"])
+    for gate in (None, "elementwise"):
+        layout = hybrid(gate=gate)
+        add(ResultsStore(Storage(str(tmp_path))), f"{gate}-1", layout, at=1.0, validation=scores(9.0, None, 1000))
+    assert len(figure(Source(str(tmp_path)), name).option["yAxis"]) == 2
+
+
 def test_a_gate_is_compared_at_one_depth(tmp_path):
     store = ResultsStore(Storage(str(tmp_path)))
     for n_loops, gate in ((2, None), (4, "elementwise"), (8, None), (8, "elementwise")):

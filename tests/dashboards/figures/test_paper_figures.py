@@ -255,6 +255,7 @@ def test_needles_of_other_lengths_than_the_papers_are_shown(tmp_path):
     drawn, paper = (dict(zip(found.columns, row, strict=True)) for row in (ours(found)[0], found.rows[-1]))
     assert (drawn["NIAH-2 512"], drawn["NIAH-2 1k"], drawn["NIAH-2 16k"]) == (90.0, None, 40.0)
     assert (paper["NIAH-2 512"], paper["NIAH-2 4k"], paper["NIAH-2 16k"]) == (None, 81, None)
+    assert not {"NIAH-1 512", "NIAH-3 16k"} & set(found.columns)  # nobody has them
 
 
 def test_a_quick_look_at_needles_is_told_where_it_is_drawn(tmp_path):
