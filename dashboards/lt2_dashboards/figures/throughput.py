@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lt2_dashboards.figures.figure import Figure, rounded
@@ -18,9 +19,11 @@ MAX_LINES = 12
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured (run, phase, batch, context): tokens/s with quartiles, or None where memory ran out."""
+    """One measured (run, phase, batch, context): tokens/s with quartiles, or None where memory ran out. line: what its
+    line in the figure is called."""
 
     run: str
+    line: str
     phase: str
     batch: int
     context: int
@@ -37,8 +40,8 @@ def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
     The paper's decode rates and limits that its text names (one H100 of 80 GB, 1.3B, T = 4) are drawn in grey.
     """
     cells = _cells(source, runs)
-    names = list(dict.fromkeys(cell.run for cell in cells))[:MAX_LINES]
-    cells = [cell for cell in cells if cell.run in names]
+    names = list(dict.fromkeys(cell.line for cell in cells))[:MAX_LINES]
+    cells = [cell for cell in cells if cell.line in names]
     batches = sorted({cell.batch for cell in cells})[-MAX_BATCHES:] or [8]
     found = [
         _panel(phase, batch, names, [cell for cell in cells if (cell.phase, cell.batch) == (phase, batch)])
@@ -99,19 +102,21 @@ def throughput(source: Source, *, runs: list[str] | None = None) -> Figure:
 
 
 def _cells(source: Source, runs: list[str] | None) -> list[Cell]:
-    """Every measured cell, the later of two of the same."""
+    """Every measured cell, the later of two of the same; a run on several devices is a line for each."""
     condition = f"{AT_OWN_DEPTH} AND e.metric IN ('prefill_tokens_per_s', 'decode_tokens_per_s')"
-    found: dict[tuple[str, str, int, int], Cell] = {}
+    found: dict[tuple[str, str, str, int, int], Cell] = {}
     for run, row in rows_of(source.snapshot(), condition, runs=runs):
         batch, context = row.get("batch_size"), row.get("context")
         if not isinstance(batch, int) or not isinstance(context, int):
             continue  # of a store from before cells said their place
         phase = METRICS[row["metric"]]
         rate = None if row.get("out_of_memory") else row.get("value")
-        found[run, phase, batch, context] = Cell(
-            run, phase, batch, context, rate, row.get("q1"), row.get("q3"), str(row.get("device") or "")
+        device = str(row.get("device") or "")
+        found[run, device, phase, batch, context] = Cell(
+            run, run, phase, batch, context, rate, row.get("q1"), row.get("q3"), device
         )
-    return list(found.values())
+    devices = Counter(run for run, _ in dict.fromkeys((cell.run, cell.device) for cell in found.values()))
+    return [replace(one, line=f"{one.run}, {one.device}") if devices[one.run] > 1 else one for one in found.values()]
 
 
 def _panel(phase: str, batch: int, names: list[str], cells: list[Cell]) -> Panel:
@@ -122,17 +127,17 @@ def _panel(phase: str, batch: int, names: list[str], cells: list[Cell]) -> Panel
         by_length("context (tokens)", lengths),
         {"type": "log"},
     )
-    for position, run in enumerate(names):
-        mine = sorted((cell for cell in cells if cell.run == run), key=lambda cell: cell.context)
+    for position, name in enumerate(names):
+        mine = sorted((cell for cell in cells if cell.line == name), key=lambda cell: cell.context)
         fits = [cell for cell in mine if cell.rate is not None]
         out = [cell.context for cell in mine if cell.rate is None]
         last = fits[-1] if fits and out and max(out) > fits[-1].context else None
         data = [_point(cell, is_last=cell is last) for cell in fits]
         spans = [(cell.context, cell.low, cell.high) for cell in fits if cell.low and cell.high]
         ends = [([at_length(n), rounded(low)], [at_length(n), rounded(high)]) for n, low, high in spans]
-        panel.series += whiskers(run, ends, position)
+        panel.series += whiskers(name, ends, position)
         if data:
-            panel.series.append(line(run, data, position, showSymbol=True, symbolSize=6))
+            panel.series.append(line(name, data, position, showSymbol=True, symbolSize=6))
     for model, _, context, rate in paper:
         symbol = "emptyRect" if CAPS.get((model, batch)) == context else "triangle"
         data = [{"name": f"paper, {model}", "value": [at_length(context), rate], "shown": rate}]
@@ -146,7 +151,7 @@ def _point(cell: Cell, *, is_last: bool) -> dict[str, Any]:
     value = [at_length(cell.context), rounded(cell.rate)]
     told = {"detail": f"quartiles {cell.low:.4g} to {cell.high:.4g}"} if cell.low and cell.high else {}
     return told | {
-        "name": f"{cell.run}, {cell.context:,} tokens",
+        "name": f"{cell.line}, {cell.context:,} tokens",
         "value": value,
         **(mark if is_last else {"symbol": "circle"}),
     }

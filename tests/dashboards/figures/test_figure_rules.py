@@ -240,3 +240,19 @@ def test_a_perplexity_measured_while_a_run_trained_counts_as_its_accuracies_do(t
     store.log_eval("r", "validation", [place | perplexity | {"step": 20, "value": 8.5}])
     (found,) = evaluated(Source(str(tmp_path)).snapshot())
     assert found.perplexity == 8.5
+
+
+def test_a_run_that_was_measured_on_two_devices_is_a_line_for_each(tmp_path):
+    store = ResultsStore(Storage(str(tmp_path)))
+    for run, devices in (("both", ("card", "cpu")), ("one", ("cpu",))):
+        store.create_run(run, {}).close()
+        for rate, device in enumerate(devices, start=1):
+            place = {"task": "throughput", "metric": "decode_tokens_per_s", "batch_size": 8, "context": 1024}
+            store.log_eval(run, "evaluation", [place | {"value": 100.0 * rate, "device": device}])
+    found = figure(Source(str(tmp_path)), "throughput")
+    ours = [row for row in found.rows if row[1] == "this store"]
+    assert sorted((row[0], row[5], row[8]) for row in ours) == [
+        ("both", 100.0, "card"), ("both", 200.0, "cpu"), ("one", 100.0, "cpu")
+    ]  # fmt: skip
+    lines = [series["name"] for series in found.option["series"] if series.get("type") == "line"]
+    assert set(lines) == {"both, card", "both, cpu", "one"}
