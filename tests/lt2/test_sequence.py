@@ -29,7 +29,7 @@ SHORT = {
     "beta_fast": 4.0,
 }
 BELOW = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 40}  # first < 0
-ABOVE = {"rope_type": "yarn", "rope_theta": 90.0, "factor": 8.0, "original_max_position_embeddings": 10**6}  # last > 63
+ABOVE = {"rope_type": "yarn", "rope_theta": 6.0, "factor": 8.0, "original_max_position_embeddings": 400}  # last > 63
 LOUD = QWEN3_LONG | {"attention_factor": 1.5}
 
 
