@@ -7,6 +7,8 @@ from lt2.config import ModelConfig
 from lt2.memory import plan, plan_memory
 from lt2.memory.plan import Traced
 from lt2.memory.walk import Walk
+from lt2.ops import outline
+from lt2.ops.sparse import compressed, indexer
 from lt2.train.config import TrainConfig
 from tests.lt2.test_memory_walk import END, LOSS, LOWER, START, STATE, UPPER, WEIGHTS
 
@@ -129,3 +131,14 @@ def test_what_was_traced_is_put_into_the_order_of_the_layers():
     assert found.table == [[UPPER, LOWER]] * 2
     assert (found.weights.blocks, found.weights.learning_blocks) == ([40, 30], [40, 20])
     assert TRACED.reordered([0, 1]) == TRACED
+
+
+@pytest.mark.parametrize("module", [indexer, compressed])
+def test_a_plan_for_cuda_goes_through_the_pieces_of_a_card(module):
+    """A CPU's are small: a plan for 16k tokens of DSA took minutes, and knew nothing of what a card's need."""
+    q, k = (torch.empty(1, 4096, heads, 8, device="meta") for heads in (16, 1))
+    others = (16 * k.shape[1],) if module is indexer else (k,)
+    on_cpu = len(list(module._pieces(q, *others)))
+    with outline.planning("cuda"):
+        planned = len(list(module._pieces(q, *others)))
+    assert on_cpu == planned * module.CUDA_PIECE // module.CPU_PIECE

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lt2.ops import outline
 from lt2.ops.sparse.bags import slices
 from lt2.ops.sparse.ranking import top_positions
 
@@ -84,7 +85,8 @@ class _Compressed(torch.autograd.Function):
 
 def _pieces(q: Tensor, k: Tensor) -> Iterator[slice]:
     per_query = q.shape[0] * q.shape[2] * k.shape[1]
-    return slices(q.shape[1], (CUDA_PIECE if q.is_cuda else CPU_PIECE) // per_query)
+    on_card = q.is_cuda or outline.planned() == "cuda"
+    return slices(q.shape[1], (CUDA_PIECE if on_card else CPU_PIECE) // per_query)
 
 
 def _apply(x: Tensor, table: Tensor) -> Tensor:

@@ -152,4 +152,5 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def _pieces(q: Tensor, per_query: int) -> Iterator[slice]:
-    return bags.slices(q.shape[1], (CUDA_PIECE if q.is_cuda else CPU_PIECE) // per_query)
+    on_card = q.is_cuda or outline.planned() == "cuda"
+    return bags.slices(q.shape[1], (CUDA_PIECE if on_card else CPU_PIECE) // per_query)
