@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.parity import finished_by
 
 ROOT = Path(__file__).parents[1]
 LOADER = SourceFileLoader("gpu_check", str(ROOT / "scripts/gpu_check"))
@@ -34,6 +42,12 @@ def test_parts_run_side_by_side_and_their_rows_are_kept(tmp_path):
     learned = {(row["task"], row["n_loops"]) for row in report["parts"]["learning"]}
     assert learned == {(task, n_loops) for task in ("language", "state_recall") for n_loops in (1, 4)}
     assert "## decode" in (tmp_path / "report.md").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
+    assert {row["part"] for row in rows} == {"machine", "parity", "decode", "training", "learning"}
+    measured = [row for row in rows if row["part"] == "training"]
+    assert measured == report["parts"]["training"]
+    passed = [line for line in run.stdout.splitlines() if line.startswith("passed")]
+    assert [line.split()[1] for line in passed] == ["decode:", "parity:", "training:", "learning:"]
 
 
 def test_a_part_that_outruns_its_limit_is_reported_and_the_next_one_runs(tmp_path):
@@ -43,12 +57,49 @@ def test_a_part_that_outruns_its_limit_is_reported_and_the_next_one_runs(tmp_pat
     assert report["failures"]["prefill"].startswith("stopped after")
 
 
-def test_the_chosen_parts_share_the_minutes():
-    whole = SCRIPT.limits(list(SCRIPT.PARTS), 8)
-    assert sum(whole.values()) - whole["parity"] <= 480  # parity runs beside decode
-    assert SCRIPT.limits(["training"], 8) == {"training": 480}
-    assert SCRIPT.limits(["parity", "decode"], 2) == {"parity": 120, "decode": 120}
-    assert SCRIPT.limits(["training", "learning"], 9) == {"training": 360, "learning": 180}
+def test_a_check_that_is_ended_leaves_no_part_behind(tmp_path, monkeypatch):
+    """A machine that is lent ends what runs too long, and what stayed would keep its card."""
+    running = []
+
+    def check(options, parts):
+        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        running.append(process)
+        parts["decode"] = SCRIPT.Part("decode", process, 60, 0, 0)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(SCRIPT, "check", check)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path / "report")])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            SCRIPT.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert running[0].poll() == -signal.SIGKILL
+
+
+def test_the_parts_that_are_left_share_the_time_that_is_left():
+    left = ["decode", "parity", "training", "prefill", "learning"]
+    shares = {name: SCRIPT.share(name, left, 480, beside=True) for name in left}
+    assert round(sum(shares.values())) == 480
+    assert shares["decode"] > 130
+    assert SCRIPT.share("training", ["training"], 480, beside=False) == 480
+    assert SCRIPT.share("parity", ["parity", "prefill"], 190, beside=False) == 140
+    # What decode leaves goes to the others.
+    assert SCRIPT.share("training", left[2:], 400, beside=True) > shares["training"]
+
+
+def test_mixers_that_parity_has_not_checked_in_time_are_named():
+    done, dead, late = Future(), Future(), Future()
+    done.set_result([{"mixer": "gdn", "ok": True}])
+    dead.set_exception(RuntimeError("a process died"))
+    cases = {done: ("gdn", torch.float32, 9), dead: ("kda", torch.float32, 9), late: ("nsa", torch.bfloat16, 9)}
+    rows = {row["mixer"]: row for row in finished_by(time.monotonic(), cases)}
+    assert rows["gdn"]["ok"]
+    assert rows["kda"] == {"mixer": "kda", "dtype": "float32", "ok": False, "failure": "RuntimeError: a process died"}
+    assert rows["nsa"] == {"mixer": "nsa", "dtype": "bfloat16", "skipped": "time"}
+    counted = SCRIPT.verdict("parity", list(rows.values()), None)
+    assert counted == "FAILED  parity: 1 rows, 1 skipped, 1 failed"
 
 
 def test_rows_are_compared_with_the_one_that_differs_in_one_thing():

@@ -77,7 +77,7 @@ def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[
         if only is not None and name not in only:
             continue
         inductor = "none" if options is None else "+".join(options) or "default"
-        row = {"part": "decode", "model": name, "batch": batch, "inductor": inductor}
+        row = {"model": name, "batch": batch, "inductor": inductor}
         if late(0.8):
             yield {**row, "skipped": "time"}
             continue

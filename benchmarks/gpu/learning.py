@@ -106,7 +106,7 @@ TASKS = {"language": language, "state_recall": state_recall}
 
 def learn(task: str, name: str, n_loops: int, until: float, dry_run: bool) -> dict[str, Any]:
     """One model's failure is a result; the others still get theirs."""
-    row = {"part": "learning", "task": task, "model": name, "n_loops": n_loops}
+    row = {"task": task, "model": name, "n_loops": n_loops}
     try:
         return row | TASKS[task](name, n_loops, until, dry_run)
     except Exception as error:

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.device import card, copy_bandwidth, matmul_flops
+from lt2.ops.dispatch import startup_problems
 from lt2.packages import version_of
 
 PACKAGES = ("torch", "triton", "flash-linear-attention", "fla-core", "tilelang", "flash-qla", "flash-attn")
 
 
 def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
-    facts = {"card": card(), "python": sys.version.split()[0], "date": time.strftime("%F")}
+    facts: dict[str, Any] = {"card": card(), "python": sys.version.split()[0], "date": time.strftime("%F")}
     facts |= {package: version_of(package) for package in PACKAGES}
+    facts["problems"] = startup_problems()
     yield facts | {"matmul_flops": matmul_flops(dry_run), "copy_bandwidth": copy_bandwidth(dry_run)}

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed, wait
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def check_loss(dtype: torch.dtype, n_tokens: int) -> list[dict[str, Any]]:
         result.loss.backward()
         grads = [leaf.grad.double().flatten() for leaf in leaves if leaf.grad is not None]
         found[kind] = {"forward": result.loss.detach()[None], "gradient": torch.cat(grads)}
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     limits = {"forward": LIMITS[name], "gradient": GRADIENT_LIMITS[name]}
     ours, exact = found[dtype], found[torch.float64]
     return [row(LOSS, name, "whole", what, relative(ours[what], exact[what]), limit) for what, limit in limits.items()]
@@ -61,10 +61,9 @@ def check_safely(mixer: str, dtype: torch.dtype, length: int) -> list[dict[str, 
             few_tiles()
         rows = check_loss(dtype, length) if mixer == LOSS else check(mixer, dtype, length, device())
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"[:400]
-        rows = [{"mixer": mixer, "dtype": str(dtype), "ok": False, "failure": failure}]
+        rows = [unchecked(mixer, dtype, length, error)]
     rows[-1]["seconds"] = round(time.perf_counter() - started, 1)
-    return [{"part": "parity"} | row for row in rows]
+    return rows
 
 
 def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
@@ -79,10 +78,34 @@ def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[
         return
     context = multiprocessing.get_context("spawn")
     os.environ["FLA_CACHE_RESULTS"] = "0"  # tuned beside other processes: keep the kernels, not the times
+    late = 0.9 * seconds + time.monotonic()
     with ProcessPoolExecutor(14, mp_context=context) as pool:
         warming = [pool.submit(compile_kernels, *shape) for shape in KERNELS]  # for the parts that follow
         warming.append(pool.submit(compile_peer))
-        for finished in as_completed([pool.submit(check_safely, *case) for case in cases]):
-            yield from finished.result()
-        for warmed in warming:
-            warmed.exception()  # the part that needs the kernel will say what is wrong with it
+        running = {pool.submit(check_safely, *case): case for case in cases}
+        yield from finished_by(late, running)
+        # What failed here, the part that needs the kernel will say.
+        wait(warming, timeout=max(0.0, late - time.monotonic()))
+        for process in multiprocessing.active_children():  # whoever is late is not waited for
+            process.kill()
+
+
+def finished_by(late: float, running: dict[Future[list[dict[str, Any]]], Any]) -> Iterator[dict[str, Any]]:
+    """Rows of what is finished at the time `late` (of time.monotonic()), and which mixers are not checked."""
+    try:
+        for future in as_completed(running, timeout=max(0.0, late - time.monotonic())):
+            error = future.exception()  # its process died
+            yield from future.result() if error is None else [unchecked(*running[future], error)]
+    except TimeoutError:
+        for future, (mixer, dtype, _) in running.items():
+            if not future.done():
+                yield {"mixer": mixer, "dtype": name_of(dtype), "skipped": "time"}
+
+
+def unchecked(mixer: str, dtype: torch.dtype, length: int, error: BaseException) -> dict[str, Any]:
+    failure = f"{type(error).__name__}: {error}"[:400]
+    return {"mixer": mixer, "dtype": name_of(dtype), "ok": False, "failure": failure}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[
             continue
         model = inference_model(model_config(name, size, n_layers=n_layers), compile=False)
         for batch, context in cells:
-            row = {"part": "prefill", "model": name, "batch": batch, "context": context}
+            row = {"model": name, "batch": batch, "context": context}
             if late(0.8):
                 yield {**row, "skipped": "time"}
                 continue

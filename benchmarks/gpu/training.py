@@ -6,10 +6,11 @@ card's nominal 989 TFLOP/s.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,22 +25,39 @@ from lt2.memory import plan_memory
 from lt2.ops import gated_delta_rule
 from lt2.train.loop import Batch, TrainConfig, TrainState, train
 from lt2.train.loss import next_token_objective
-from lt2.train.optim import adamw
+from lt2.train.optim import adamw, muon
 from lt2.train.parallel import shard, wrap_blocks
 from lt2.train.schedules import learning_rate
 
 NOMINAL_FLOPS = 989e12
-PEERS = ("full", "gdn", "kda", "full+gdn")
-# (model, size, micro-batch, recompute activations, compile)
+
+
+class Case(NamedTuple):
+    model: str
+    size: str
+    batch: int
+    recompute: bool = True
+    compile: bool = True
+    optimizer: str = "adamw"
+    implementation: str = "lt2"  # or "fla layers", which are not compiled
+
+
+# First what every other figure is compared with, each beside its peer.
 CASES = [
-    ("full+gdn", "1.3b", 4, True, True),
-    ("full+gdn", "1.3b", 3, False, True),  # computes nothing twice; the same kernels as four rows
-    ("gdn", "1.3b", 4, True, True),
-    ("full", "1.3b", 4, True, True),
-    ("full+gdn", "0.6b", 8, True, True),
-    ("kda", "1.3b", 4, True, True),
-    ("gdn+dsa", "1.3b", 2, True, False),
-    ("full", "0.6b", 8, True, True),
+    Case("full+gdn", "1.3b", 4),
+    Case("full+gdn", "1.3b", 3, recompute=False),  # computes nothing twice; the same kernels as four rows
+    Case("full+gdn", "1.3b", 4, implementation="fla layers"),
+    Case("gdn", "1.3b", 4),
+    Case("full", "1.3b", 4),
+    Case("gdn", "1.3b", 4, implementation="fla layers"),
+    Case("full", "1.3b", 4, implementation="fla layers"),
+    Case("full+gdn", "1.3b", 4, optimizer="muon"),
+    Case("full+gdn", "0.6b", 8),
+    Case("kda", "1.3b", 4),
+    Case("gdn+dsa", "1.3b", 2, compile=False),
+    Case("full", "0.6b", 8),
+    Case("kda", "1.3b", 4, implementation="fla layers"),
+    Case("full+gdn", "1.3b", 3, recompute=False, implementation="fla layers"),
 ]
 
 
@@ -58,26 +76,29 @@ def random_batches(vocab_size: int, batch: int, length: int) -> Iterator[Batch]:
         yield Batch(tokens=torch.randint(vocab_size, (batch, length + 1), device=device()))
 
 
-def ours(config: ModelConfig, batch: int, length: int, *, recompute: bool, compile: bool, steps: int) -> dict[str, Any]:
+def ours(config: ModelConfig, case: Case, length: int, *, steps: int) -> dict[str, Any]:
     model = random_model(config, dtype=torch.float32, device=device())
-    wrap_blocks(model, recompute="block" if recompute else "none", compile=compile)
+    wrap_blocks(model, recompute="block" if case.recompute else "none", compile=case.compile)
     sharding = None
     if device().type == "cuda":  # one rank: parameters are cast to bf16 once per step, as in a real run
         mesh = dist.device_mesh.init_device_mesh("cuda", (1,), mesh_dim_names=("data",))
         sharding = shard(model, mesh, param_dtype=torch.bfloat16)
-    optimizer = adamw(model, lr=1e-4)
-    train_config = TrainConfig(steps=steps, global_batch_size=batch, lr=1e-4, log_every=1)
+    optimizer = {"adamw": adamw, "muon": muon}[case.optimizer](model, lr=1e-4)
+    settings = {
+        "steps": steps, "global_batch_size": case.batch, "lr": 1e-4, "log_every": 1,
+        "activation_checkpoint": case.recompute, "optimizer": {"type": case.optimizer},
+    }  # fmt: skip
+    train_config = TrainConfig.model_validate(settings)
     clock = StepClock()
     train(
-        model, next_token_objective(), random_batches(config.vocab_size, batch, length), optimizer,
+        model, next_token_objective(), random_batches(config.vocab_size, case.batch, length), optimizer,
         learning_rate(lr=1e-4, steps=steps), train_config, TrainState(), [clock], sharding=sharding,
     )  # fmt: skip
-    settings = TrainConfig(steps=steps, global_batch_size=batch, activation_checkpoint=recompute)
-    plan = plan_memory(config, settings, length, device_type=device().type, sharded=sharding is not None)
-    return measured(clock.times, batch * length) | {"planned_memory_gib": plan.total / 2**30}
+    plan = plan_memory(config, train_config, length, device_type=device().type, sharded=sharding is not None)
+    return measured(clock.times, case.batch * length) | {"planned_memory_gib": plan.total / 2**30}
 
 
-def peer(config: ModelConfig, batch: int, length: int, *, recompute: bool, steps: int) -> dict[str, Any]:
+def peer(config: ModelConfig, case: Case, length: int, *, steps: int) -> dict[str, Any]:
     from benchmarks.gpu.peer import PeerLM, peer_step
 
     mixers = [spec.type for spec in layout(config)[0]]
@@ -86,14 +107,14 @@ def peer(config: ModelConfig, batch: int, length: int, *, recompute: bool, steps
         n_loops=config.n_loops,
     ).to(device())  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    batches = random_batches(config.vocab_size, batch, length)
+    batches = random_batches(config.vocab_size, case.batch, length)
     times = []
     for _ in range(steps):
         started = time.perf_counter()
-        peer_step(model, optimizer, next(batches).tokens, recompute=recompute)
+        peer_step(model, optimizer, next(batches).tokens, recompute=case.recompute)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    return measured(times, batch * length)
+    return measured(times, case.batch * length)
 
 
 def measured(times: list[float], tokens: int) -> dict[str, Any]:
@@ -130,44 +151,43 @@ def compile_kernels(rows: int, length: int, heads: int, gradients: bool) -> None
 def compile_peer() -> None:
     """Compile what fla's GDN layer and its loss tune over. Call where FLA_CACHE_RESULTS=0: times are not to be kept."""
     config = model_config("gdn", "1.3b", n_layers=1, n_loops=1, vocab_size=32_768)
-    peer(config, 4, 4096, recompute=False, steps=1)
+    peer(config, Case("gdn", "1.3b", 4, recompute=False), 4096, steps=1)
 
 
 def fresh() -> None:
+    """Nothing of the case before is left, or its weights and moments would count in this one's peak."""
     torch._dynamo.reset()
+    gc.collect()  # a sharded model is in cycles with its hooks
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[str, Any]]:
-    """All of our cases, then their peers: rows with `implementation` "lt2" or "fla layers"."""
+    """A row for each of CASES, without the peers, which need CUDA, in a dry run."""
     late = stopwatch(seconds)
     if device().type == "cuda" and not dist.is_initialized():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
         dist.init_process_group("nccl", rank=0, world_size=1)
     limit = matmul_flops(dry_run)
     steps, length, n_layers = (2, 32, 5) if dry_run else (7, 4096, 10)
-    cases = [case for case in CASES if only is None or case[0] in only]
-    peers = [] if dry_run else [case for case in cases if case[0] in PEERS]
-    runs = [("lt2", *case) for case in cases] + [("fla layers", *case) for case in peers]
-    for implementation, name, size, batch, recompute, compile in runs:
-        config = model_config(name, "tiny" if dry_run else size, n_layers=n_layers, vocab_size=32_768, max_seq_len=4096)
-        row: dict[str, Any] = {
-            "part": "training", "implementation": implementation, "model": name, "size": size, "n_layers": n_layers,
-            "n_loops": config.n_loops, "batch": batch, "length": length, "recompute": recompute,
-            "parameters": parameters(config).total,
+    for case in CASES:
+        if (only is not None and case.model not in only) or (dry_run and case.implementation != "lt2"):
+            continue
+        size = "tiny" if dry_run else case.size
+        config = model_config(case.model, size, n_layers=n_layers, vocab_size=32_768, max_seq_len=4096)
+        row: dict[str, Any] = case._asdict() | {
+            "n_layers": n_layers, "n_loops": config.n_loops, "length": length, "parameters": parameters(config).total,
         }  # fmt: skip
         if late(0.8):
             yield {**row, "skipped": "time"}
             continue
         fresh()
         try:
-            if implementation == "lt2":
-                compiled = compile and not dry_run
-                row |= ours(config, batch, length, recompute=recompute, compile=compiled, steps=steps)
+            if case.implementation == "lt2":
+                row |= ours(config, case._replace(compile=case.compile and not dry_run), length, steps=steps)
             else:
-                row |= peer(config, batch, length, recompute=recompute, steps=steps)
+                row |= peer(config, case, length, steps=steps)
             flops = row["tokens_per_s"] * training_flops(config, length)
             row |= {"mfu_measured_ceiling": flops / limit, "mfu_nominal": flops / NOMINAL_FLOPS}
         except Exception as error:  # the remaining cases still get their figures
