@@ -11,10 +11,12 @@ from concurrent.futures import Future
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.gpu import machine
 from benchmarks.gpu.parity import finished_by
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +78,15 @@ def test_a_check_that_is_ended_leaves_no_part_behind(tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert running[0].poll() == -signal.SIGKILL
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_nothing_is_measured(monkeypatch, capsys):
+    (facts,) = machine.part(False, None, 1.0)
+    monkeypatch.setattr(SCRIPT, "start", lambda name, options, limit: None)
+    monkeypatch.setattr(SCRIPT, "finish", lambda part, out: ([facts], None))
+    assert SCRIPT.check(SimpleNamespace(dry_run=False, out="report"), {}) == 1
+    assert capsys.readouterr().err == "no CUDA device; --dry-run tries the script without one\n"
 
 
 def test_the_parts_that_are_left_share_the_time_that_is_left():

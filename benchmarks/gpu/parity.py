@@ -90,7 +90,9 @@ def part(dry_run: bool, only: set[str] | None, seconds: float) -> Iterator[dict[
             process.kill()
 
 
-def finished_by(late: float, running: dict[Future[list[dict[str, Any]]], Any]) -> Iterator[dict[str, Any]]:
+def finished_by(
+    late: float, running: dict[Future[list[dict[str, Any]]], tuple[str, torch.dtype, int]]
+) -> Iterator[dict[str, Any]]:
     """Rows of what is finished at the time `late` (of time.monotonic()), and which mixers are not checked."""
     try:
         for future in as_completed(running, timeout=max(0.0, late - time.monotonic())):
