@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import Future
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -16,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import machine
+from benchmarks.gpu import machine, training
 from benchmarks.gpu.parity import finished_by
 
 ROOT = Path(__file__).parents[1]
@@ -111,6 +113,29 @@ def test_mixers_that_parity_has_not_checked_in_time_are_named():
     assert rows["nsa"] == {"mixer": "nsa", "dtype": "bfloat16", "skipped": "time"}
     counted = SCRIPT.verdict("parity", list(rows.values()), None)
     assert counted == "FAILED  parity: 1 rows, 1 skipped, 1 failed"
+
+
+def test_nothing_of_the_training_case_before_is_left():
+    """A sharded model is in cycles with its hooks: its weights and moments would count in the next one's peak."""
+    before = torch.nn.Linear(2, 2)
+    before.register_forward_hook(before.forward)
+    gone = weakref.ref(before)
+    gc.disable()
+    try:
+        del before
+        training.fresh()
+    finally:
+        gc.enable()
+    assert gone() is None
+
+
+def test_every_peer_is_beside_a_case_of_ours():
+    def place(case):
+        return case._replace(implementation="", compile=True)
+
+    for at, case in enumerate(training.CASES):
+        ours = [other for other in training.CASES[:at] if other.implementation == "lt2"]
+        assert case.implementation == "lt2" or place(case) in map(place, ours)
 
 
 def test_rows_are_compared_with_the_one_that_differs_in_one_thing():
