@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,10 +82,14 @@ def packed_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         band = (-1 if window is None else window - 1, 0)
-        gqa = q.shape[2] != k.shape[2]
-        o = varlen_attn(
-            flat_q, flat_k, flat_v, offsets, offsets, length, length, scale=scale, window_size=band, enable_gqa=gqa
-        )
+        options: dict[str, Any] = {"scale": scale, "window_size": band}
+        if q.shape[2] != k.shape[2]:
+            if dispatch.varlen_shares_heads():
+                options["enable_gqa"] = True
+            else:
+                shared = q.shape[2] // k.shape[2]
+                flat_k, flat_v = (x.repeat_interleave(shared, dim=1) for x in (flat_k, flat_v))
+        o = varlen_attn(flat_q, flat_k, flat_v, offsets, offsets, length, length, **options)
     return cast(Tensor, o).view(*q.shape[:-1], v.shape[-1])
 
 

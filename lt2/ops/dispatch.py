@@ -168,11 +168,21 @@ def _triton_version() -> tuple[int, ...]:
     return tuple(int(part) for part in metadata.version("triton").split("+")[0].split(".")[:3])
 
 
-@functools.cache
 def _has_varlen() -> bool:
-    """Whether this torch has variable-length flash attention with windows, GQA and cache lengths."""
+    """Whether this torch has variable-length flash attention with windows."""
+    return "window_size" in _varlen_options()
+
+
+@_constant_when_compiled
+def varlen_shares_heads() -> bool:
+    """Whether several query heads of it may have one key/value head; torch 2.11's may not."""
+    return "enable_gqa" in _varlen_options()
+
+
+@functools.cache
+def _varlen_options() -> frozenset[str]:
     if not _installed("torch.nn.attention.varlen"):
-        return False
+        return frozenset()
     from torch.nn.attention.varlen import varlen_attn
 
-    return {"window_size", "enable_gqa", "seqused_k"} <= set(inspect.signature(varlen_attn).parameters)
+    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import inspect
+from functools import partial
+
 import pytest
 import torch
 
+from lt2.ops import dispatch
 from lt2.ops.attention import attention_decode, causal_attention
 from lt2.ops.reference import softmax_attention
 from lt2.ops.windowed import windowed_attention
@@ -132,3 +136,52 @@ def test_decode_allows_a_longer_cache():
     o = attention_decode(q[:, :1], k, v, torch.tensor([3, 5]))
     trimmed = attention_decode(q[:, :1], k[:, :5], v[:, :5], torch.tensor([3, 5]))
     assert torch.equal(o, trimmed)
+
+
+def _varlen_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """What torch 2.11's takes, computed piece by piece: as many key/value heads as query heads."""
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    assert window_size[1] == 0
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    spans = [slice(start, end) for start, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:])]
+    pieces = [
+        softmax_attention(*(x[None, span] for x in (query, key, value)), window=window, scale=scale) for span in spans
+    ]
+    return torch.cat(pieces, dim=1)[0]
+
+
+def _varlen_2_13(*tensors, enable_gqa=False, seqused_k=None, **options):
+    query, key, value, *rest = tensors
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    shared = query.shape[1] // key.shape[1]
+    return _varlen_2_11(query, *(x.repeat_interleave(shared, dim=1) for x in (key, value)), *rest, **options)
+
+
+@pytest.mark.parametrize("varlen", [_varlen_2_11, _varlen_2_13])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 7])
+def test_packed_attention_asks_each_torch_for_what_it_has(monkeypatch, varlen, kv_heads, window):
+    import torch.nn.attention.varlen as module
+
+    monkeypatch.setattr(module, "varlen_attn", varlen)
+    monkeypatch.setattr(dispatch, "attention_backend", lambda op, tensor: "varlen")
+    monkeypatch.setattr(dispatch, "_varlen_options", lambda: frozenset(inspect.signature(varlen).parameters))
+    assert dispatch.varlen_shares_heads() == (varlen is _varlen_2_13)
+    doc_ids = _doc_ids()
+    attention = causal_attention if window is None else partial(windowed_attention, window=window)
+    _check(
+        lambda q, k, v: attention(q, k, v, doc_ids=doc_ids),
+        lambda q, k, v: softmax_attention(q, k, v, doc_ids=doc_ids, window=window),
+        _qkv(70, kv_heads=kv_heads),
+    )
+
+
+@pytest.mark.parametrize("options", [{"scale"}, {"scale", "window_size"}, {"scale", "window_size", "enable_gqa"}])
+def test_documents_are_packed_wherever_torchs_kernel_has_windows(monkeypatch, options):
+    monkeypatch.setattr(dispatch, "_varlen_options", lambda: frozenset(options))
+    monkeypatch.setattr(dispatch, "_installed", lambda package: False)
+    found = dispatch._attention_backend("causal_attention with documents", "cuda", torch.bfloat16)
+    assert found == ("varlen" if "window_size" in options else "torch")
