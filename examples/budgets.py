@@ -13,7 +13,7 @@ from lt2.mixer_configs import FullConfig, GatedDeltaNetConfig
 from lt2.train.config import TrainConfig
 from lt2.train.schedules import AnySchedule, ConstantSchedule, WSDSchedule
 from lt2_platform.train.config import PretrainModel
-from lt2_workflows.graph import Workflow
+from lt2_workflows.graph import StepConfig, Workflow
 from lt2_workflows.steps import CheckpointRef, DatasetRef, PrepareStep, PretrainStep
 
 BUDGETS, COOL = (120, 240, 480), 40  # steps of each model, and how many of them cool down
@@ -39,7 +39,9 @@ def training(steps: int, schedule: AnySchedule, before: str | None) -> PretrainS
 
 def budgets() -> Workflow:
     """A trunk in pieces, each of which goes on from the one before, and a cool-down from the end of each."""
-    steps = {"prepare": PrepareStep(source="python-stdlib", seq_len=256, validation_fraction=0.02)}
+    steps: dict[str, StepConfig] = {
+        "prepare": PrepareStep(source="python-stdlib", seq_len=256, validation_fraction=0.02)
+    }
     before = None
     for budget in BUDGETS:
         trunk = f"to-{budget - COOL}"
