@@ -99,7 +99,8 @@ class LoopedLM(nn.Module):
         self.config = config
         self.depth = config.n_loops  # loops of a pass that does not say; see `at_depth`
         self.schedule: Schedule = layout(config)
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        # No initial values of its own (`init_weights` has them): on the meta device they import all of torch._dynamo.
+        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
         specs_per_layer = weights_per_layer(config)
         self.rope_dims = {size for specs in specs_per_layer for spec in specs for size in spec.rope_dims(config.dims)}
         self.blocks = nn.ModuleList(Block(config, specs) for specs in specs_per_layer)

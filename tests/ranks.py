@@ -18,7 +18,7 @@ PATHS = [ROOT, ROOT / "platform", ROOT / "workflows", ROOT / "dashboards"]
 
 # Ranks are forked from a process that has done these imports and nothing else; by itself each would take seconds.
 _FRESH = multiprocessing.get_context("forkserver")
-_FRESH.set_forkserver_preload(["lt2.train.parallel", "lt2_platform.train.worker"])
+_FRESH.set_forkserver_preload(["lt2.train.parallel", "lt2_platform.train.worker", "torch._dynamo"])  # for optimizers
 
 
 def run_ranks(function: Callable, world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:

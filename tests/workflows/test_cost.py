@@ -8,14 +8,15 @@ from typer.testing import CliRunner
 
 from lt2.analysis.accounting import CARD_BYTES, find_card, forward_flops, mixer_flops, training_flops, warmup_flops
 from lt2.config import ConfigError, KeptLayout, ModelConfig
-from lt2.memory import OUTSIDE
+from lt2.memory import OUTSIDE, plan_memory
 from lt2.train.config import TrainConfig
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
-from lt2_workflows.cost import Hardware, Training, describe_cost, flops_per_token
+from lt2_workflows.cost import Hardware, describe_cost
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.loading import load_workflow
 from lt2_workflows.plan import describe_costs, planned_training
+from lt2_workflows.training import Training, flops_per_token
 
 LAYOUT = {"type": "hybrid", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "ratio": "1:1"}
 MODEL = {"vocab_size": 32_000, "dim": 1024, "n_layers": 4, "n_loops": 4, "num_heads": 8, "layout": LAYOUT}
@@ -117,7 +118,7 @@ def test_what_does_not_fit_names_what_would(described):
 def test_what_lies_outside_torch_counts_and_steps_that_are_done_do_not(monkeypatch):
     model = ModelConfig.model_validate(MODEL | {"layout": {"type": "uniform", "mixer": {"type": "full"}}})
     run, known = Training(model, TrainConfig.model_validate(TRAIN), L), {}
-    needed = run.memory(workers=1, known=known).total + OUTSIDE
+    needed = plan_memory(model, run.train, L, workers=1, known=known).total + OUTSIDE
     for size, answer in ((needed, "yes"), (needed - 1, "NO")):
         monkeypatch.setitem(CARD_BYTES, "L4", size)
         text = describe_cost(run, Hardware("l4"), known)
@@ -135,7 +136,10 @@ def test_weights_that_are_gathered_for_each_use_are_advised_where_kept_ones_leav
     model = ModelConfig.model_validate(MODEL | {"n_loops": 1, "layout": {"type": "uniform", "mixer": {"type": "full"}}})
     train = TrainConfig.model_validate(TRAIN | {"micro_batch_size": 1, "compile": True})
     run, known = Training(model, train, 64), {}
-    kept = [run.memory(workers=8, known=known, activation_checkpoint=name).total for name in ("none", "block", "loop")]
+    kept = [
+        plan_memory(model, train.model_copy(update={"activation_checkpoint": name}), 64, workers=8, known=known).total
+        for name in ("none", "block", "loop")
+    ]
     monkeypatch.setitem(CARD_BYTES, "L4", OUTSIDE + min(kept) - 1)
     advice = describe_cost(run, Hardware("l4", 8), known).splitlines()[-1]
     assert advice == "DOES NOT FIT; it does with train.activation_checkpoint=none and train.keep_gathered=false"

@@ -5,21 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from lt2.analysis.accounting import (
-    CARD_BYTES,
-    PEAK_FLOPS,
-    depths,
-    find_card,
-    objective_flops,
-    stack_flops,
-    warmup_flops,
-)
-from lt2.config import ConfigError, ModelConfig
-from lt2.layout import layout
+from lt2.analysis.accounting import CARD_BYTES, PEAK_FLOPS, find_card
+from lt2.config import ConfigError
 from lt2.memory import OUTSIDE, Known, Memory, keeps_gathered, plan_memory
-from lt2.train.config import Recompute, TrainConfig
+from lt2.train.config import Recompute
 from lt2_platform.train.config import check_workers
 from lt2_workflows.console import table
+from lt2_workflows.training import Training, flops_per_token
 
 GB = 1e9
 PURPOSES = {
@@ -31,22 +23,6 @@ PURPOSES = {
     "activations": "activations",
     "workspace": "workspace",
 }
-
-
-@dataclass(frozen=True)
-class Training:
-    """A training run before it starts. teacher: whom a stage of distillation asks. done: steps it goes on from."""
-
-    model: ModelConfig
-    train: TrainConfig
-    seq_len: int
-    teacher: ModelConfig | None = None
-    done: int = 0
-
-    def memory(self, *, workers: int, known: Known, **changes: Any) -> Memory:
-        """Its plan, with other settings of `train` where asked."""
-        train = self.train.model_copy(update=changes)
-        return plan_memory(self.model, train, self.seq_len, workers=workers, teacher=self.teacher, known=known)
 
 
 @dataclass(frozen=True)
@@ -80,7 +56,7 @@ def describe_cost(run: Training, hardware: Hardware, known: Known) -> str:
     )
     run = replace(run, train=train.model_copy(update={"keep_gathered": keep}))
     plans: dict[Recompute, Memory] = {
-        name: run.memory(workers=count, known=known, activation_checkpoint=name) for name in _policies(run)
+        name: _memory(run, count, known, activation_checkpoint=name) for name in _policies(run)
     }
     chosen = plans[train.recompute]
     lines = [
@@ -99,6 +75,12 @@ def describe_cost(run: Training, hardware: Hardware, known: Known) -> str:
     if chosen.total + OUTSIDE > size:
         lines += ["", _advice(run, count, micro, size, known)]
     return "\n".join(lines)
+
+
+def _memory(run: Training, count: int, known: Known, **changes: Any) -> Memory:
+    """The plan of a run on `count` cards, with other settings of `train` where asked."""
+    train = run.train.model_copy(update=changes)
+    return plan_memory(run.model, train, run.seq_len, workers=count, teacher=run.teacher, known=known)
 
 
 def _policies(run: Training) -> list[Recompute]:
@@ -136,23 +118,6 @@ def _by_policy(plans: dict[Recompute, Memory], run: Training, hardware: Hardware
     return table(rows, list(rows[0]))
 
 
-def flops_per_token(run: Training, recompute: Recompute) -> float:
-    """FLOPs a card spends per token, on average: those of the objective, and what is computed again."""
-    config, seq_len, objective, steps = run.model, run.seq_len, run.train.objective, run.train.steps
-    blocks = stack_flops(config, objective, seq_len)
-    recurrences = [
-        sum(spec.sequence_flops(config.dims, seq_len) for spec in row if spec.type not in ("full", "window", "mla"))
-        for row in layout(config)
-    ]
-    each = [sum(recurrences[:n_loops]) for n_loops in depths(config, objective)]
-    again = {"none": 0.0, "selective": sum(each) / len(each), "block": blocks, "loop": 2 * blocks}[recompute]
-    # DSA's first steps; their attention is kept where "selective" runs only recurrences again.
-    more = warmup_flops(config, objective, seq_len).items()
-    dense = sum(flops * max(0, until - run.done) for until, flops in more) / max(1, steps - run.done)
-    forwards = {"none": 3, "selective": 3, "block": 4, "loop": 5}[recompute]  # a backward is two
-    return objective_flops(config, objective, seq_len, teacher=run.teacher) + again + forwards * dense
-
-
 def _advice(run: Training, count: int, micro: int, size: float, known: Known) -> str:
     """What would make it fit: the cheapest other policy, else a smaller micro-batch with the thriftiest one, else the
     same with blocks that are gathered for each use.
@@ -163,7 +128,7 @@ def _advice(run: Training, count: int, micro: int, size: float, known: Known) ->
     for keep in [True, False] if run.train.keep_gathered and count > 1 else [run.train.keep_gathered]:
         for name, rows in tried:
             changes = {"activation_checkpoint": name, "micro_batch_size": rows, "keep_gathered": keep}
-            if run.memory(workers=count, known=known, **changes).total + OUTSIDE > size:
+            if _memory(run, count, known, **changes).total + OUTSIDE > size:
                 continue
             said = [f"train.activation_checkpoint={name}"]
             said += [f"train.micro_batch_size={rows}"] * (rows < micro)

@@ -15,7 +15,7 @@ from lt2_workflows.outside import changes
 
 if TYPE_CHECKING:
     from lt2_platform.storage import Storage
-    from lt2_workflows.cost import Training
+    from lt2_workflows.training import Training
 
 
 def describe_plan(workflow: Workflow, storage: Storage) -> str:
@@ -86,10 +86,10 @@ def describe_costs(
 
 def planned_training(config: StepConfig, context: StepContext) -> Training | None:
     """What a step trains; None: it trains nothing. Raises NotKnownYetError where nothing tells yet."""
-    from lt2_workflows.cost import Training
     from lt2_workflows.steps.distill import DistillStep, planned_stage
     from lt2_workflows.steps.prepare import dataset_facts
     from lt2_workflows.steps.pretrain import PretrainStep, first_step, planned_model
+    from lt2_workflows.training import Training
 
     if isinstance(config, PretrainStep):
         model, seq_len = planned_model(config, context)

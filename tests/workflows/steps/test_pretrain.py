@@ -7,13 +7,13 @@ from lt2_platform.data.stream import load_manifest
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray import trainer
 from lt2_platform.wording import amount
-from lt2_workflows.cost import Training, flops_per_token
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.inputs import conflicts
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.plan import planned_training
 from lt2_workflows.steps import pretrain
 from lt2_workflows.steps.pretrain import check_fit, describe_pretrain, run_pretrain
+from lt2_workflows.training import Training, flops_per_token
 from tests.platform.train.packed import MODEL, train_config, write_dataset
 from tests.platform.train.test_worker import losses
 from tests.workflows.steps.test_distill import finish, in_this_process

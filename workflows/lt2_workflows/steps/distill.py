@@ -70,8 +70,8 @@ class DistillStep(StepConfig):
 def describe_distill(config: DistillStep, context: StepContext) -> str:
     """Objective, tokens and, where the teacher's config is known before it runs, parameters and FLOPs."""
     from lt2.analysis.accounting import parameters
-    from lt2_workflows.cost import flops_per_token
     from lt2_workflows.plan import planned_training
+    from lt2_workflows.training import flops_per_token
 
     train = config.train
     seq_len = dataset_facts(config.data, context, vocab_size=1)["seq_len"]

@@ -105,7 +105,7 @@ def check_evaluation(config: PretrainStep | DistillStep, context: StepContext) -
 def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
     """Parameters, tokens and FLOPs, from the data if it is there, else from its tokenizer."""
     from lt2.analysis.accounting import summarize
-    from lt2_workflows.cost import Training, flops_per_token
+    from lt2_workflows.training import Training, flops_per_token
 
     model, seq_len = planned_model(config, context)
     cost = summarize(model, seq_len)
