@@ -1,12 +1,11 @@
-"""A training run before it starts, and the FLOPs it spends. Without the memory of cards (cost.py), whose plans import
-what shards models: a second for every `lt2 plan` and `lt2 run`.
+"""A training run before it starts, and the FLOPs it spends. Importing this module imports no torch; the memory of cards
+(cost.py) is planned with what shards models, whose import takes a second.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lt2.analysis.accounting import depths, objective_flops, stack_flops, warmup_flops
 from lt2.config import ModelConfig
 from lt2.layout import layout
 from lt2.train.config import Recompute, TrainConfig
@@ -25,6 +24,8 @@ class Training:
 
 def flops_per_token(run: Training, recompute: Recompute) -> float:
     """FLOPs a card spends per token, on average: those of the objective, and what is computed again."""
+    from lt2.analysis.accounting import depths, objective_flops, stack_flops, warmup_flops
+
     config, seq_len, objective, steps = run.model, run.seq_len, run.train.objective, run.train.steps
     blocks = stack_flops(config, objective, seq_len)
     recurrences = [

@@ -152,7 +152,8 @@ def test_a_head_is_found_and_entered_by_its_environment_alone_and_leaves_nothing
         assert environment == {**os.environ, "RAY_ADDRESS": "here:1"}
         assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token))
         assert (len(token.read_text()), token.stat().st_mode & 0o777) == (64, 0o600)
-        assert (environment[local_ray.WATCHER], environment[local_ray.POLLS]) == ("0", "0.5")
+        ours = [environment[name] for name in (local_ray.WATCHER, local_ray.POLLS, local_ray.PRESTART)]
+        assert ours == ["0", "0.5", "0"]
         assert "RAY_ADDRESS" not in os.environ
     where = {"num_cpus": 3, "log_to_driver": True, "_temp_dir": str(folder), "logging_level": logging.WARNING}
     assert head == [str(token), where, "stopped", None]  # Ray reads the token when it is set, and that it is gone
@@ -169,9 +170,11 @@ def test_a_token_of_the_users_own_is_used_or_put_back(head, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv(local_ray.WATCHER, "1")
     monkeypatch.setenv(local_ray.POLLS, "7")
+    monkeypatch.setenv(local_ray.PRESTART, "1")
     with ray_head(1) as environment:
         assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", "theirs")
-        assert (environment[local_ray.WATCHER], environment[local_ray.POLLS]) == ("1", "7")
+        theirs = [environment[name] for name in (local_ray.WATCHER, local_ray.POLLS, local_ray.PRESTART)]
+        assert theirs == ["1", "7", "1"]
     assert os.environ[local_ray.WATCHER] == "1"
 
 

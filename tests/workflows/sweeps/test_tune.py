@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,11 @@ class Sweep:
 @pytest.fixture
 def sweep(tmp_path):
     return Sweep(tmp_path)
+
+
+def test_a_sweep_begins_without_torch():
+    code = "import sys, lt2_workflows.engine.attempt, lt2_workflows.sweeps.tune; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_trial_that_ends_is_recorded_and_counted(sweep, monkeypatch):

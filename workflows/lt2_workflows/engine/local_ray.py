@@ -26,6 +26,7 @@ from lt2_platform.wording import one_line
 PREFIX, OWNER = "lt2-ray-", "owner.json"
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 POLLS = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+PRESTART = "RAY_prestart_worker_first_driver"
 STARTS = 3
 ANSWER_SECONDS = 5.0
 
@@ -55,6 +56,8 @@ def ray_head(num_cpus: int, *, log_to_driver: bool = False) -> Iterator[dict[str
     ours |= {} if WATCHER in os.environ else {WATCHER: "0"}
     # Ray Train looks every two seconds for what few workers report, and each of them waits for it to end.
     ours |= {} if POLLS in os.environ else {POLLS: "0.5"}
+    # Ray starts a worker per CPU with its first driver, us, who need none; attempts' own begin when they are needed.
+    ours |= {} if PRESTART in os.environ else {PRESTART: "0"}
     try:
         with environment_variables(ours):  # whoever starts another Ray in this process has no such token
             import ray

@@ -13,10 +13,9 @@ import ray
 from ray import tune
 from ray.tune.schedulers import FIFOScheduler
 
-from lt2.analysis.accounting import parameters
 from lt2.config import ConfigError
 from lt2_platform.storage import Storage
-from lt2_platform.train.on_ray.trainer import new_name
+from lt2_platform.train.on_ray.names import new_name
 from lt2_workflows.engine.attempt import Interrupted
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.endings import AT_ONCE
@@ -171,4 +170,8 @@ def count(trial: Trial, context: StepContext, run: str | None = None) -> int | N
     except ConfigError:  # which the trial has failed with
         return None
     model = getattr(step.config, "model", None) if planned is None else planned.model
-    return None if model is None else parameters(sized(model)).total
+    if model is None:
+        return None
+    from lt2.analysis.accounting import parameters  # with torch, for which no sweep need wait to begin
+
+    return parameters(sized(model)).total

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -37,6 +37,7 @@ from lt2_platform.train import worker
 from lt2_platform.train.callbacks import PROGRESS
 from lt2_platform.train.config import ONE_WORKER, PretrainConfig, Sources, TrainingEvaluation, Workers
 from lt2_platform.train.on_ray.incurable import OncePolicy, mistake
+from lt2_platform.train.on_ray.names import new_name
 from lt2_platform.train.on_ray.places import check_places, kept_waiting, shortage, worker_request
 from lt2_platform.train.on_ray.side_evaluation import SideEvaluations
 from lt2_platform.train.on_ray.stopping import StopRequest, conveyed, requested
@@ -169,12 +170,6 @@ def _threads(workers: Workers) -> int:
     if workers.cpus_per_worker is not None:
         return max(1, int(workers.cpus_per_worker))
     return int(share(os.environ, workers.num_workers)["OMP_NUM_THREADS"])
-
-
-def new_name(taken: Iterable[str]) -> str:
-    """attempt-0001 and so on, after the last of `taken`: by a name that it knows, Ray would resume on its own."""
-    numbers = (name.removeprefix("attempt-") for name in taken)
-    return f"attempt-{max((int(number) for number in numbers if number.isdecimal()), default=0) + 1:04d}"
 
 
 def _fit(

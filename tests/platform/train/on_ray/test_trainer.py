@@ -29,6 +29,7 @@ from lt2_platform.train import worker
 from lt2_platform.train.checkpoints import checkpoint, integrity
 from lt2_platform.train.config import PretrainConfig, Workers
 from lt2_platform.train.on_ray import trainer
+from lt2_platform.train.on_ray.names import new_name
 from lt2_platform.train.on_ray.stopping import StopRequest
 from lt2_platform.train.on_ray.trainer import pretrain
 from tests.platform.train.packed import MODEL, checkpoints, train_config, write_dataset
@@ -246,7 +247,7 @@ def test_threads_of_a_worker(monkeypatch, environment, cpus_per_worker, expected
     ],
 )
 def test_rays_name_of_an_attempt_is_one_that_it_has_not_seen(taken, expected):
-    assert trainer.new_name(taken) == expected
+    assert new_name(taken) == expected
 
 
 def test_a_request_the_cluster_can_never_meet_fails_at_once(tmp_path, local_ray):
