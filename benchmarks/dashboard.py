@@ -8,7 +8,6 @@ page and a run's page are drawn in headless Chromium, and the server's peak memo
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import duckdb
-from comparison import interleaved, row
+from comparison import interleaved, row, write_rows
 from generate_store import generate
 
 CHROMIUM = "/usr/bin/chromium"
@@ -84,7 +83,7 @@ def peak_mb(server: subprocess.Popen) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1,000 runs of 20,000 steps instead of 10,000 of 100,000")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--store", help="a store that generate_store.py made with the same sizes")
     given = parser.parse_args()
     runs, steps = (1_000, 20_000) if given.quick else (10_000, 100_000)
@@ -127,8 +126,7 @@ def main() -> None:
     for name, seconds in drawn.items():
         print(f"{name + ' drawn in Chromium':28s} {1e3 * seconds:9.1f} ms")
     print(f"{'peak memory of the server':28s} {memory:9.1f} MB")
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(rows, given.json)
 
 
 if __name__ == "__main__":
