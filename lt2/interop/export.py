@@ -93,6 +93,8 @@ def verify_certificate(folder: str | Path) -> dict[str, Any]:
         certificate = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({error}); copy or export it again") from None
+    if not isinstance(certificate, dict) or not isinstance(certificate.get("files"), dict):
+        raise ConfigError(f"{path} names no files; export the checkpoint again")
     for name, digest in certificate["files"].items():
         file = Path(folder) / name
         if not file.is_file():

@@ -138,6 +138,9 @@ def test_a_file_changed_later_is_noticed(tmp_path: Path):
     (tmp_path / "out" / "parity.json").write_text('{"files": {')
     with pytest.raises(ConfigError, match=r"parity\.json is not JSON .*; copy or export it again"):
         verify_certificate(tmp_path / "out")
+    (tmp_path / "out" / "parity.json").write_text('{"files": []}')
+    with pytest.raises(ConfigError, match=r"parity\.json names no files; export the checkpoint again"):
+        verify_certificate(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"no parity\.json"):
         verify_certificate(tmp_path)
 

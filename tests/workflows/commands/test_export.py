@@ -65,6 +65,18 @@ def test_transformers_asks_as_the_model_was_trained_and_stops_where_its_answers_
     assert certificate["source"].keys() == {"checkpoint", "step", "tokens", "data"}
 
 
+def test_a_copy_is_checked_against_its_certificate(tmp_path):
+    folder = tmp_path / "out"
+    export(save(tmp_path / "run", model()), folder)
+    shown = CliRunner().invoke(app, ["export", "--verify", str(folder)])
+    assert (shown.exit_code, shown.output) == (0, f"{folder}: all 3 files are the certified ones\n")
+    (folder / "config.json").write_text("{}")
+    refused = CliRunner().invoke(app, ["export", "--verify", str(folder)])
+    assert (
+        str(refused.exception) == f"{folder}: config.json is not the file that was certified; copy or export it again"
+    )
+
+
 def test_an_export_is_asked_conversations_as_its_checkpoint_is(tmp_path):
     file = chats.tokenizer_file(tmp_path / "tokenizer", *chats.MARKERS["chatml"])
     place = checkpoint(tmp_path, file, "chatml")

@@ -12,6 +12,17 @@ from lt2_workflows.commands.models import check_writable, find_checkpoint
 from lt2_workflows.commands.options import CheckpointArgument, StorageOption, check_template
 
 
+def _verify(folder: Path | None) -> None:
+    """`--verify FOLDER`, for which no other argument is needed: check, say so, and end."""
+    if folder is None:
+        return
+    from lt2.interop.export import verify_certificate
+
+    files = verify_certificate(folder)["files"]
+    typer.echo(f"{folder}: all {len(files)} files are the certified ones")
+    raise typer.Exit
+
+
 def export(
     checkpoint: CheckpointArgument,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder, in the Hugging Face layout.")],
@@ -21,6 +32,15 @@ def export(
         typer.Option(help="Chat template to write: chatml, llama3 or plain. [default: the one it was trained with]"),
     ] = None,
     storage: StorageOption = None,
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Nothing but check that the files of an exported folder are still the certified ones.",
+            callback=_verify,
+            is_eager=True,
+        ),
+    ] = None,
 ) -> None:
     """Export a checkpoint for `from_pretrained`, with a certificate that the exported model computes the same."""
     import torch
