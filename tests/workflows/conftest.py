@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -24,6 +25,12 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
         time.sleep(0.005)
+
+
+def as_at_a_terminal() -> dict[str, str]:
+    """The environment of a command that shall start a Ray of its own, as a user's does."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return ours | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @dataclass

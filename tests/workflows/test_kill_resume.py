@@ -25,7 +25,7 @@ from lt2_platform.train.run_folder import open_run
 from lt2_workflows.loading import load_workflow
 from tests.ranks import run_ranks
 from tests.workflows import fault_recipe
-from tests.workflows.conftest import wait_until
+from tests.workflows.conftest import as_at_a_terminal, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -54,9 +54,9 @@ def overrides(root: Path) -> list[str]:
 def start(root: Path) -> subprocess.Popen:
     sets = [part for item in overrides(root) for part in ("--set", item)]
     command = [sys.executable, "-m", "lt2_workflows.cli", "run", RECIPE, "--storage", str(root), *sets]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=as_at_a_terminal()
+    )
 
 
 @cache  # asked every few milliseconds while a test waits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -10,19 +9,18 @@ import pytest
 
 from lt2_platform.storage import Storage
 from lt2_workflows.engine.records import list_workflows
+from tests.workflows.conftest import as_at_a_terminal
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 
 def test_every_stage_runs_and_is_reported(tmp_path):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-m", "lt2_workflows.cli", "run", "paper_end_to_end_small", "--storage", str(tmp_path)]
     # Ray reads ahead for the first training; its processes for all five would show no more.
     later = ("extend", "align", "distill", "long-context")
     direct = [f"{step}.resources.data_reader=direct" for step in later]
     command += [part for item in direct for part in ("--set", item)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
+    finished = subprocess.run(command, env=as_at_a_terminal(), capture_output=True, text=True, timeout=1700)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     storage = Storage(str(tmp_path))
     (workflow,) = list_workflows(storage)

@@ -1,12 +1,11 @@
 """The corpus of corpora.py, and one Ray per module that can reach moto."""
 
 import json
-import shutil
-import tempfile
 
 import pytest
 
 from tests.platform.data.corpora import in_turn, write_corpus
+from tests.platform.one_ray import one_ray
 
 
 @pytest.fixture(scope="session")
@@ -18,17 +17,9 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def local_ray(s3_environment):
-    """A Ray of this module's own, with 2 CPUs and moto's environment."""
-    import ray
-
-    temporary = tempfile.mkdtemp(prefix="r", dir="/tmp")  # socket paths must stay short
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in s3_environment.items():
-            patch.setenv(name, value)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=temporary)
-    yield
-    ray.shutdown()
-    shutil.rmtree(temporary, ignore_errors=True)
+    """A Ray of this module's own, with moto's environment."""
+    with one_ray(s3_environment):
+        yield
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """A teacher's stored top-k against asking the teacher."""
 
 import json
-import os
 import shutil
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from lt2.config import ConfigError
@@ -14,7 +12,7 @@ from lt2_platform.data.stream import PackedDataset
 from lt2_platform.distill.topk import StoredTopK, store_top_k
 from lt2_platform.train.checkpoints import checkpoint
 from tests.platform.distill.stages import DISTILL, run_stage, write_teacher
-from tests.platform.train.on_ray.test_trainer import LOCAL
+from tests.platform.one_ray import one_ray
 from tests.platform.train.packed import SEQ_LEN, write_dataset
 from tests.platform.train.test_worker import losses
 
@@ -25,15 +23,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 def stored(tmp_path_factory):
     root = tmp_path_factory.mktemp("topk")
     teacher = write_teacher(root, steps=4)
-    ray.init(_temp_dir=f"/tmp/lt2-topk-{os.getpid()}", **LOCAL)
     options = {"teacher": teacher, "data": str(root / "data"), "k": 8, "batch_size": 3}
-    try:
+    with one_ray():
         record = store_top_k(out=str(root / "stored"), **options)
         assert store_top_k(out=str(root / "stored"), **options) == record  # at once
         with pytest.raises(ConfigError, match="holds the top-k of another teacher, data or setting"):
             store_top_k(out=str(root / "stored"), **options | {"k": 9})
-    finally:
-        ray.shutdown()
     return root
 
 

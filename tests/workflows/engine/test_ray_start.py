@@ -21,7 +21,7 @@ from lt2_workflows.cluster import nodes
 from lt2_workflows.engine import local_ray
 from lt2_workflows.engine.endings import INFRASTRUCTURE, classify
 from lt2_workflows.engine.local_ray import PREFIX, STARTS, NoRayError, join_ray, ray_for, ray_head
-from tests.workflows.conftest import wait_until
+from tests.workflows.conftest import as_at_a_terminal, wait_until
 
 # Word for word Ray's own, with its class.
 TIMED_OUT = Exception(
@@ -217,10 +217,13 @@ def test_a_command_joins_the_cluster_it_is_told_of_or_starts_a_ray_with_places_e
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_ray_starts(number, expected, tmp_path):
     folder = Path(tempfile.mkdtemp(prefix="lt2-st-"))  # short: Ray's sockets lie below it
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-m", "lt2_workflows.cli", "run", "quickstart", "--storage", str(tmp_path / "s")]
     driver = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment | {"TMPDIR": str(folder)}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=as_at_a_terminal() | {"TMPDIR": str(folder)},
     )
     try:
         # By then Ray has put its own handlers in place, and waits for its processes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,21 +16,19 @@ from lt2_platform.storage import Storage
 from lt2_workflows.commands.sweeps import sweep_workflow
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.sweeps.step import _workflow, run_shared, run_trials
-from tests.workflows.conftest import FAKE_STEPS, wait_until
+from tests.workflows.conftest import FAKE_STEPS, as_at_a_terminal, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def start(root: Path, *arguments: str) -> subprocess.Popen:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-m", "lt2_workflows.cli", "sweep", *arguments, "--storage", str(root)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env=as_at_a_terminal(),
         start_new_session=True,  # so that its process group can be signalled
     )
 

@@ -1,6 +1,5 @@
 """Evaluation during training: on a spare CPU beside a training worker, waiting and skipping where there is none."""
 
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import ray
 import torch
 from botocore.exceptions import EndpointConnectionError
 from ray.exceptions import RayError
@@ -27,7 +25,7 @@ from lt2_platform.train.evaluation_records import note, record, wanted
 from lt2_platform.train.on_ray import side_evaluation
 from lt2_platform.train.on_ray.side_evaluation import SideEvaluations
 from lt2_platform.train.on_ray.trainer import pretrain
-from tests.platform.train.on_ray.test_trainer import LOCAL
+from tests.platform.one_ray import one_ray
 from tests.platform.train.packed import checkpoints, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run, pretrain_config, weights
 
@@ -40,10 +38,8 @@ def plan(**fields):
 
 @pytest.fixture(scope="module")
 def two_cpus():
-    # Unix sockets allow about 100 characters, so not pytest's own long folder.
-    ray.init(_temp_dir=f"/tmp/lt2-side-{os.getpid()}", **LOCAL)
-    yield
-    ray.shutdown()
+    with one_ray():
+        yield
 
 
 def run(root, config, **workers):

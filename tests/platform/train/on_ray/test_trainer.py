@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import ray
 import torch
 from ray.train import ScalingConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -32,6 +31,7 @@ from lt2_platform.train.on_ray import trainer
 from lt2_platform.train.on_ray.names import new_name
 from lt2_platform.train.on_ray.stopping import StopRequest
 from lt2_platform.train.on_ray.trainer import pretrain
+from tests.platform.one_ray import one_ray
 from tests.platform.train.packed import MODEL, checkpoints, train_config, write_dataset
 from tests.platform.train.test_worker import losses, open_run, pretrain_config
 from tests.ranks import run_ranks
@@ -66,16 +66,6 @@ def rank_run(root):
     return worker.run(open_run(Path(root), config()))
 
 
-# Ray's workers give way to everything else (nice 15) by default; on a busy machine a test would wait for minutes.
-LOCAL = {
-    "address": "local",
-    "num_cpus": 2,
-    "include_dashboard": False,
-    "log_to_driver": False,
-    "_system_config": {"worker_niceness": 0},
-}
-
-
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
     """The reference: two gloo ranks, no Ray, nobody told anything."""
@@ -86,11 +76,9 @@ def on_ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def local_ray(tmp_path_factory):
-    # Unix sockets allow about 100 characters, so not pytest's own long folder.
-    ray.init(_temp_dir=f"/tmp/lt2-train-{os.getpid()}", **LOCAL)
-    yield
-    ray.shutdown()
+def local_ray():
+    with one_ray():
+        yield
 
 
 def assert_equal_runs(root, reference):
