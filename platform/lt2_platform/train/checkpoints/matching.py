@@ -16,8 +16,11 @@ WEIGHTS_ONLY = {"averaged", "imported"}
 
 def lineage(info: CheckpointInfo) -> str:
     """12 hex digits that checkpoints share which differ in their seeds only, and in those of what they come from."""
+    model = info.model.model_dump(mode="json")
+    if model["rope_scaling"] is None:  # a field younger than what runs have stored of their origins
+        del model["rope_scaling"]
     record = {
-        "model": info.model.model_dump(mode="json"),
+        "model": model,
         "train": {key: value for key, value in info.train.items() if key not in SEEDS},
         "step": info.state.step,
         "tokenizer": info.tokenizer.get("sha256"),
