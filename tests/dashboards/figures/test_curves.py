@@ -12,7 +12,7 @@ from lt2.config import ModelConfig
 from lt2_dashboards.figures import FIGURES, Figure, draw
 from lt2_dashboards.figures.curves import SEED_MEANS, curves
 from lt2_dashboards.figures.parts.names import titled
-from lt2_dashboards.figures.parts.seed_means import mean_and_deviation
+from lt2_dashboards.figures.parts.seed_means import by_seed, mean_and_deviation
 from lt2_dashboards.queries import Source
 from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
@@ -267,3 +267,10 @@ def test_many_lines_have_fewer_points_each(tmp_path):
     drawn = lines(curves(Source(str(tmp_path)), runs=[f"r{number}" for number in range(20)]))
     assert all(200 < len(line) <= 400 for line in drawn.values())
     assert drawn["r0"][-1][0] == 1_499
+
+
+def test_seeds_of_runs_from_before_a_setting_existed_belong_together():
+    new = {"model": {"dim": 8, "rope_scaling": None}, "train": {"seed": 1}}
+    old = {"model": {"dim": 8}, "train": {"seed": 0}}
+    slow = {"model": {"dim": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, "train": {"seed": 2}}
+    assert by_seed({"old": old, "new": new, "slow": slow}) == [["old", "new"], ["slow"]]

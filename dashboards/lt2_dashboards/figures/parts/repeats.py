@@ -71,8 +71,10 @@ def _mean(group: list[Known], more: str) -> Mean:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings as one level of dotted keys, without the seeds."""
-    return {key: value for key, value in flatten(config).items() if key.rpartition(".")[2] not in SEEDS}
+    """A run's settings as one level of dotted keys, without the seeds and without those that are not set: of an older
+    run they may be missing."""
+    found = flatten(config).items()
+    return {key: value for key, value in found if value is not None and key.rpartition(".")[2] not in SEEDS}
 
 
 def surroundings(config: Mapping[str, Any]) -> dict[str, Any]:
