@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lt2.config import ConfigError, ModelConfig
@@ -21,13 +21,12 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a model's folder. Raises ConfigError where there is none, or no JSON in it."""
-    file = Path(folder, "config.json")
+    if str(folder).startswith("s3:/"):
+        raise ConfigError(f"{folder}: models are imported from folders of this machine; download it first")
+    file = Path(folder, "config.json").expanduser()
     if not file.is_file():
         raise ConfigError(f"{folder} has no config.json; give the folder of a model in Hugging Face's format")
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); download it again") from None
+    return _json_object(file)
 
 
 def model_config(stored: dict[str, Any], kind: str, *, attention: dict[str, Any], **ours: Any) -> ModelConfig:
@@ -82,7 +81,7 @@ def read_model(
     Raises:
         ConfigError: no weights there, or keys or shapes that are not the config's, each named.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     with torch.device("meta"):
         model = LoopedLM(config)
     names = {key(name): name for name, _ in model.named_parameters()}
@@ -106,18 +105,47 @@ def read_model(
     return model.eval()
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder's safetensors, one at a time; shards are found through their index."""
+def weight_files(folder: str | Path) -> list[Path]:
+    """A folder's safetensors: one file, else shards by their index; of both the one file is read, as transformers does.
+
+    Raises:
+        ConfigError: neither is there, or a shard is not.
+    """
+    folder = Path(folder).expanduser()
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    elif single.is_file():
-        files = [single]
-    else:
-        raise ConfigError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ConfigError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; download them, or, where there "
+            "are .bin files alone, save the model again by transformers' save_pretrained"
+        )
+    names = _json_object(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ConfigError(f"{index} has no weight_map; download it again")
+    files = sorted({folder / name for name in names.values()})
     for file in files:
         if not file.is_file():
             raise ConfigError(f"{folder}: the index names {file.name}, which is not there; download it again")
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  not a mapping
-                yield key, tensors.get_tensor(key)
+    return files
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder's safetensors, one at a time."""
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118  not a mapping
+                    yield key, tensors.get_tensor(key)
+        except SafetensorError as error:
+            raise ConfigError(f"{file} is damaged, or no safetensors ({error}); download it again") from None
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is not a JSON object; download it again")
+    return found

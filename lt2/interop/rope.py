@@ -15,18 +15,23 @@ FIELDS = {
 
 
 def rope_from(config: dict[str, Any], *, default_theta: float = 10_000.0) -> dict[str, Any]:
-    """Our rope_theta and rope_scaling. Raises ConfigError for a scaling that we do not have."""
+    """Our rope_theta and rope_scaling. Raises ConfigError for what we do not have of them."""
     told = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
     theta = told.pop("rope_theta", None) or config.get("rope_theta") or default_theta
     kind = told.pop("rope_type", None) or told.pop("type", None) or "default"
     told.pop("type", None)
+    share = told.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1
+    if share != 1:
+        raise ConfigError(
+            f"config has partial_rotary_factor={share}; only heads that are rotated whole can be imported"
+        )
     given = {name: value for name, value in told.items() if value is not None}
+    if kind != "default" and kind not in FIELDS:
+        raise ConfigError(f"config has rope_scaling of type {kind!r}; only {', '.join(FIELDS)} can be imported")
+    if unknown := sorted(given.keys() - FIELDS.get(kind, set())):
+        raise ConfigError(f"config has rope_scaling {kind!r} with {', '.join(unknown)}, which cannot be imported")
     if kind == "default":
         return {"rope_theta": theta}
-    if kind not in FIELDS:
-        raise ConfigError(f"config has rope_scaling of type {kind!r}; only {', '.join(FIELDS)} can be imported")
-    if unknown := sorted(given.keys() - FIELDS[kind]):
-        raise ConfigError(f"config has rope_scaling {kind!r} with {', '.join(unknown)}, which cannot be imported")
     scaling = {"type": kind} | {name: value for name, value in given.items() if name != ORIGINAL}
     if ORIGINAL in FIELDS[kind]:
         original = given.get(ORIGINAL) or config.get(ORIGINAL) or config.get("max_position_embeddings")

@@ -30,6 +30,7 @@ def write_safetensors(weights: dict[str, Tensor], folder: Path, *, max_shard_byt
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file, shard in zip(files, shards):
         _save(shard, folder / file)
+    (folder / "model.safetensors").unlink(missing_ok=True)  # of an earlier model: it would be read in their place
     total = sum(t.numel() * t.element_size() for t in weights.values())
     index = {
         "metadata": {"total_size": total},

@@ -81,6 +81,9 @@ def test_upcycle_takes_any_model_that_can_be_imported(tmp_path):
     assert f"{tmp_path} -> a checkpoint of 35.6k parameters in fp32" in plan
     with pytest.raises(ConfigError, match="nowhere has no config.json; give the folder of a model, as in upcycle:"):
         load_workflow("upcycle:nowhere")
+    (tmp_path / "config.json").write_text(json.dumps(sizes | about | {"model_type": "ouro"}))
+    with pytest.raises(ConfigError, match="has a model that is looped already; distil from it as distill_ouro_14b"):
+        load_workflow(f"upcycle:{tmp_path}")
 
 
 def test_upcycle_plans_for_a_model_that_is_not_there_yet(tmp_path):

@@ -18,6 +18,8 @@ from lt2.config import ConfigError, LinearRope, YarnRope
 from lt2.distill.student import start_from
 from lt2.interop.llama import config_from_llama
 from lt2.interop.pretrained import import_pretrained, pretrained_config
+from lt2.interop.reading import stored_tensors, weight_files
+from lt2.interop.shards import write_safetensors
 from lt2.model import LoopedLM, build
 from lt2.sequence import slowed
 from tests.lt2.tiny import tokens
@@ -151,6 +153,9 @@ def test_the_rotary_table_that_old_checkpoints_hold_is_left_out(tmp_path: Path):
         ({"model_type": "mistral", "max_position_embeddings": 8192}, "mistral config has sliding_window=4096"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling of type 'longrope'; only linear, llama3, yarn"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling 'yarn' with mscale"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; only heads that are rotated whole"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_scaling 'default' with full_attention"),
         ({"rope_scaling": {"type": "linear"}}, "llama config: rope_scaling.linear.factor: Field required"),
         ({"num_key_value_heads": 3}, "llama config: full: num_kv_heads 3 does not divide num_heads 4"),
     ],
@@ -167,3 +172,37 @@ def test_biases_that_a_config_does_not_tell_are_refused_by_name(tmp_path: Path):
     save_file(weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="self_attn.q_proj.bias' is not a key of a checkpoint with this config"):
         import_pretrained(tmp_path)
+
+
+def test_weights_that_cannot_be_read_are_told_in_a_line(tmp_path: Path):
+    write("llama", tmp_path)
+    single, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    content = single.read_bytes()
+    single.write_text("version https://git-lfs.github.com/spec/v1")  # what git leaves there without git-lfs
+    with pytest.raises(ConfigError, match=r"model.safetensors is damaged, or no safetensors \(.*\); download it again"):
+        import_pretrained(tmp_path)
+    single.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="where there are .bin files alone, save the model again"):
+        weight_files(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match="index.json has no weight_map; download it again"):
+        weight_files(tmp_path)
+    single.write_bytes(content)  # goes before an index, as in transformers
+    assert weight_files(tmp_path) == [single]
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="config.json is not a JSON object"):
+        pretrained_config(tmp_path)
+    with pytest.raises(ConfigError, match="s3://b/llama: models are imported from folders of this machine"):
+        pretrained_config("s3://b/llama")
+
+
+def test_a_folder_may_be_named_from_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write("llama", tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert import_pretrained("~/here").config == pretrained_config("~/here")
+
+
+def test_shards_take_the_place_of_an_earlier_model_in_one_file(tmp_path: Path):
+    write_safetensors({"a": torch.zeros(4)}, tmp_path, max_shard_bytes=100)
+    write_safetensors({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path, max_shard_bytes=16)
+    assert {name: tensor.sum() for name, tensor in stored_tensors(tmp_path)} == {"a": 4, "b": 4}

@@ -160,8 +160,10 @@ def test_a_plan_reads_the_ouro_folder_if_it_is_there_and_a_run_needs_it(tmp_path
     def missing(workflow):
         return problems(workflow, storage, [workflow.steps["teacher"]])
 
-    (line,) = missing(workflow)
-    assert line.startswith(f"teacher.folder: tokenizer file {tmp_path}/tokenizer.json does not exist")
+    weights, tokenizer = missing(workflow)
+    assert weights.startswith(f"teacher.folder: {tmp_path} has neither model.safetensors nor ")
+    assert tokenizer.startswith(f"teacher.folder: tokenizer file {tmp_path}/tokenizer.json does not exist")
+    (tmp_path / "model.safetensors").touch()
     assert missing(load_workflow("distill_ouro_14b", [f"teacher.folder={tmp_path}", "teacher.tokenizer=byte"])) == []
     (line,) = missing(load_workflow("distill_ouro_14b"))
     assert line.startswith("teacher.folder: Ouro-1.4B has no config.json")

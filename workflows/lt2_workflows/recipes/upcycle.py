@@ -60,6 +60,8 @@ def upcycle(folder: str = SMOLLM2) -> Workflow:
     plain = base.model
     if plain is None:
         raise ConfigError(f"{folder} has no config.json; give the folder of a model, as in upcycle:models/Qwen3-0.6B")
+    if plain.n_loops > 1:
+        raise ConfigError(f"{folder} has a model that is looped already; distil from it as distill_ouro_14b does")
     assert isinstance(plain.layout, UniformLayout)
     assert isinstance(plain.layout.mixer, FullConfig)
     head_dim = plain.layout.mixer.heads(plain.dims)[2]

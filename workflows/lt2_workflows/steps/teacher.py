@@ -38,7 +38,7 @@ class ImportModelStep(StepConfig):
     @property
     def model(self) -> ModelConfig | None:
         """The config in the folder, else the one that is expected there."""
-        if not Path(self.folder, "config.json").is_file():
+        if not Path(self.folder, "config.json").expanduser().is_file():
             return self.expected
         from lt2.interop.pretrained import pretrained_config
 
@@ -53,13 +53,15 @@ class ImportOuroStep(ImportModelStep):
 
 def _look_for_model(folder: str) -> None:
     from lt2.interop.pretrained import pretrained_config
+    from lt2.interop.reading import weight_files
 
     pretrained_config(folder)
+    weight_files(folder)
 
 
 def _version(folder: str) -> dict[str, str]:
     """Digests of the files' sizes and some blocks of each: weights are too large to be read at every run."""
-    files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".json", ".safetensors"))
+    files = sorted(path for path in Path(folder).expanduser().iterdir() if path.suffix in (".json", ".safetensors"))
     return {path.name: digest(version_of(str(path), sampled=True)) for path in files}
 
 
@@ -67,7 +69,7 @@ def import_places(config: ImportModelStep, context: StepContext) -> Iterator[Pla
     """The model's folder, and the tokenizer's file in it or elsewhere."""
     yield Place("folder", config.folder, _look_for_model, _version)
     if config.tokenizer is None:
-        if Path(config.folder, "config.json").is_file():
+        if Path(config.folder, "config.json").expanduser().is_file():
             yield Place("folder", str(Path(config.folder, "tokenizer.json")), load_tokenizer)
     elif config.tokenizer != "byte":
         yield Place("tokenizer", config.tokenizer, load_tokenizer)
