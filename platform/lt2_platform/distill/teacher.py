@@ -11,11 +11,14 @@ import torch
 
 from lt2.config import ConfigError
 from lt2.interop.pretrained import FAMILIES, import_pretrained
+from lt2.interop.reading import weight_files
 from lt2.model import LoopedLM
 from lt2.train import parallel
 from lt2.train.config import TrainConfig
 from lt2.train.loop import TrainState, autocast_dtype
+from lt2_platform.data.sources.listing import version_of
 from lt2_platform.data.tokenizers.tokenize import describe, load_tokenizer, tokenizer_files
+from lt2_platform.json_values import sha256_of
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity
 
@@ -79,7 +82,9 @@ def store_pretrained(folder: str, out: str, *, tokenizer: str | None = None) -> 
         files = tokenizer_files(spec)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state to save
         record = {**describe(found), "file": next(iter(files), None)}
-        imported = {"imported": json.loads((path / "config.json").read_text())}
+        # Models of one architecture differ in their weights alone, and so do runs that begin with them (`lineage`).
+        weights = sha256_of([version_of(str(file), sampled=True) for file in weight_files(path)])
+        imported = {"imported": json.loads((path / "config.json").read_text()), "weights": weights}
         about = checkpoint.About(model.config, record, files, imported)
         checkpoint.save(checkpoints, model, optimizer, TrainState(), about)
     result = {"step": 0, "position": 0, "tokens": 0, "loss": None}

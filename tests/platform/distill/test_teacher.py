@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
@@ -14,6 +15,7 @@ from lt2_platform.distill import teacher
 from lt2_platform.distill.teacher import load_teacher, store_pretrained, tokenizer_files
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint
+from lt2_platform.train.checkpoints.matching import lineage
 from tests.platform.distill.stages import write_ouro
 from tests.platform.train.packed import train_config
 
@@ -51,3 +53,14 @@ def test_the_tokenizers_file_comes_first_whatever_it_is_called(ouro, tmp_path):
     assert tokenizer_files(str(alone)) == {"tokenizer/other.tiktoken": b"YQ== 0\n"}
     names = ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
     assert list(tokenizer_files(str(ouro / "tokenizer.json"))) == names
+
+
+def test_models_of_one_config_are_told_apart_by_their_weights(ouro, tmp_path):
+    def stored(name: str) -> str:
+        store_pretrained(str(ouro), str(tmp_path / name))
+        return lineage(checkpoint.read_info(checkpoint.resolve(str(tmp_path / name))))
+
+    assert stored("one") == stored("again")
+    weights = load_file(ouro / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, ouro / "model.safetensors")
+    assert stored("another") != stored("one")
