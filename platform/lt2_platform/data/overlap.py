@@ -117,8 +117,7 @@ def with_pack(config: Decontaminate) -> Overlap:
     if config.tasks:
         records = packs.require(config.pack, config.tasks)
     else:
-        records = packs.read_manifest(config.pack)["tasks"]
-        records = {task: record for task, record in records.items() if record["format"] != "needles"}
+        records = packs.worded(packs.read_manifest(config.pack)["tasks"])
     storage = Storage(config.pack)
 
     def items(task: str) -> Iterator[Iterator[str]]:

@@ -27,7 +27,7 @@ def packs_of(tasks: Sequence[TaskConfig], field: str, pack: Ref | str | None = N
 
 
 def pack_place(field: str, pack: str, names: Sequence[str]) -> Place:
-    """A pack of which these tasks are read; without names, all of it."""
+    """A pack of which these tasks are read; without names, all that are made of text."""
     return Place(field, pack, partial(_look_for_tasks, names=names), partial(_tasks_version, names=names))
 
 
@@ -40,13 +40,13 @@ def _look_for_tasks(pack: str, names: Sequence[str]) -> None:
 
 
 def _tasks_version(pack: str, names: Sequence[str]) -> dict[str, str]:
-    """Digests of the tasks that are asked; others may be added to a pack meanwhile."""
-    from lt2_platform.evaluate.harness.tasks.packs import read_manifest
+    """Digests of the tasks that are asked; others may be added to a pack meanwhile, but where all of it is read."""
+    from lt2_platform.evaluate.harness.tasks.packs import read_manifest, worded
 
     tasks = read_manifest(pack)["tasks"]
-    return {
-        name: digest([tasks[name].get(key) for key in ("format", "splits")]) for name in names or tasks if name in tasks
-    }
+    asked = [name for name in names if name in tasks] if names else sorted(worded(tasks))
+    found = {name: digest([tasks[name].get(key) for key in ("format", "splits")]) for name in asked}
+    return found if names else found | {"the list of tasks": digest(asked)}
 
 
 def check_lengths(field: str, tasks: Sequence[TaskConfig], seq_len: Callable[[], int]) -> None:

@@ -153,6 +153,11 @@ def require(pack: str, tasks: Sequence[str]) -> dict[str, Any]:
     return {task: have[task] for task in tasks}
 
 
+def worded(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The records of tasks whose items are text: without needles and RULER's, which are made of filler."""
+    return {task: record for task, record in tasks.items() if record["format"] != "needles"}
+
+
 def _commands(pack: str, tasks: Sequence[str]) -> str:
     """What adds `tasks` to a pack: needles and RULER's are made, all others come from files."""
     parts = {task: task.rpartition("_") for task in tasks}
