@@ -55,11 +55,17 @@ def log_evaluations(storage: Storage, run: str, model: str, evaluations: Mapping
     """Add evaluations, by name, to a run of the results store. A model that no run made gets one for them."""
     from lt2_platform.results.store import ResultsStore
 
-    store = ResultsStore(storage)
-    if not storage.exists(f"runs/{run}/run.json"):
-        store.create_run(run, {"config": {"evaluated": model}, **provenance()}).close()
+    log_model(storage, run, {"evaluated": model})
     for name, rows in evaluations.items():
-        store.log_eval(run, name, rows)
+        ResultsStore(storage).log_eval(run, name, rows)
+
+
+def log_model(storage: Storage, run: str, config: Mapping[str, Any]) -> None:
+    """Give a model that was not trained a run in the results store, with these settings, unless there is one."""
+    from lt2_platform.results.store import ResultsStore
+
+    if not storage.exists(f"runs/{run}/run.json"):
+        ResultsStore(storage).create_run(run, {"config": config, **provenance()}).close()
 
 
 def drift(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

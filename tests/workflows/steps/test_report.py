@@ -18,3 +18,5 @@ def test_counts_have_separators_on_the_terminal_and_are_whole_in_the_record(tmp_
     text = run_report(config, context)["text"]  # pyright: ignore[reportArgumentType]
     assert "647,344              applied 4 times" in text
     assert storage.read_json("steps/report/out/report.json")["rows"][-1]["value"] == 647344
+    results["training"]["loss"] = None  # of an average, or an imported model
+    assert "training loss" not in run_report(config, context)["text"]  # pyright: ignore[reportArgumentType]

@@ -253,6 +253,8 @@ def test_what_two_steps_evaluated_alike_is_told_by_step(monkeypatch, tmp_path):
         "run of third",
         {"second/piqa/acc": 0.5, "boolq/acc": 0.7, "third/piqa/acc": 0.6},
     )
+    found["third"] = {"result": {"run": "an average", "loss": None}}
+    assert results_of(workflow, Storage(str(tmp_path))) == ("run of second", {"piqa/acc": 0.5, "boolq/acc": 0.7})
 
 
 def test_command_on_a_shipped_sweep():

@@ -130,6 +130,10 @@ def test_parameters_are_those_of_the_vocabulary_of_the_data(store, tmp_path):
     context = StepContext(store.storage, workflow, workflow.steps["sweep"])
     expected = parameters(model_config(vocab_size=500)).total
     assert [count(trial, context) for trial in sweep.expanded] == [expected, None]
+    step = step | {"train": train_config(checkpoint_every=1).model_dump(mode="json")}
+    steps = {"pretrain": step, "average": {"type": "average", "checkpoint": {"step": "pretrain"}}}
+    trial, _ = SweepStep(steps=steps, grid={"average.last": (2, 3)}).expanded
+    assert count(trial, context, trial.workflow.steps["average"].id) == expected
 
 
 def test_parameters_are_those_of_the_model_that_was_measured(store):

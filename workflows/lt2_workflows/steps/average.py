@@ -14,7 +14,10 @@ from lt2.train.config import TrainConfig
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.records import read_done
 from lt2_workflows.graph import StepConfig, step_type
+from lt2_workflows.provenance import log_model
+from lt2_workflows.steps.pretrain import PretrainStep, first_step
 from lt2_workflows.steps.refs import CheckpointRef
+from lt2_workflows.steps.teacher import ImportModelStep
 
 
 class AverageStep(StepConfig):
@@ -37,18 +40,21 @@ def check_enough(config: AverageStep, context: StepContext) -> None:
 
         averaged(context.path(place), config.last)
         return
+    if isinstance(step.config, AverageStep | ImportModelStep):
+        raise ConfigError(f"checkpoint: step {step.name} makes one checkpoint; average those of a run that trains")
     train = getattr(step.config, "train", None)
-    if isinstance(train, TrainConfig) and (count := _kept(train)) < config.last:
+    done = first_step(step.config, context) if isinstance(step.config, PretrainStep) else 0
+    if isinstance(train, TrainConfig) and (count := _kept(train, done)) < config.last:
         raise ConfigError(
             f"last {config.last}: step {step.name} will keep {count} of its checkpoints; set its "
             f"train.keep_checkpoints to {config.last} or more, and train.checkpoint_every so that it makes as many"
         )
 
 
-def _kept(train: TrainConfig) -> int:
-    """How many checkpoints a run leaves, its best one not counted."""
+def _kept(train: TrainConfig, done: int) -> int:
+    """How many checkpoints a run leaves that goes on from step `done`, its best one not counted."""
     every = train.checkpoint_every or train.steps
-    saved = sorted({*range(every, train.steps + 1, every), train.steps})
+    saved = sorted({step for step in range(every, train.steps + 1, every) if step > done} | {train.steps})
     older, always = saved[: -train.keep_checkpoints], train.keep_every
     return len(saved) - len(older) + sum(always is not None and step % always == 0 for step in older)
 
@@ -57,7 +63,16 @@ def _kept(train: TrainConfig) -> int:
     AverageStep, describe=lambda config, context: f"mean of the last {config.last} checkpoints", fits=check_enough
 )
 def run_average(config: AverageStep, context: StepContext) -> dict[str, Any]:
-    """Result: {"run", "step", "position", "tokens", "loss"}."""
-    from lt2_platform.train.checkpoints.averaging import store_average
+    """Result: {"run", "step", "position", "tokens", "loss"}.
 
-    return {"run": context.run_id} | store_average(context.path(config.checkpoint), context.out, last=config.last)
+    The results store has the settings of the run that is averaged, so that averages are compared as their runs are.
+    """
+    from lt2_platform.train.checkpoints.averaging import store_average
+    from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
+
+    result = store_average(context.path(config.checkpoint), context.out, last=config.last)
+    info = read_info(resolve(context.out))
+    data = {"tokenizer": info.tokenizer.get("name"), "fingerprint": (info.data or "")[:12]}
+    settings = {"model": info.model.model_dump(mode="json"), "train": info.train, "data": data}
+    log_model(context.storage, context.run_id, settings | {"sources": dict(info.sources)})
+    return {"run": context.run_id} | result

@@ -209,6 +209,8 @@ def _check_continues(
     from lt2_platform.data.live.on_the_fly import KEY
     from lt2_platform.train.checkpoints.checkpoint import CheckpointInfo, read_info, resolve
     from lt2_platform.train.checkpoints.matching import check_continues
+    from lt2_workflows.steps.average import AverageStep
+    from lt2_workflows.steps.teacher import ImportModelStep
 
     data = facts.get("fingerprint")
     step = context.workflow.steps[place.step] if isinstance(place, CheckpointRef) else None
@@ -224,6 +226,8 @@ def _check_continues(
             state=TrainState(step=step.config.train.steps),
             data=context.path(step.config.data),
         )
+    elif isinstance(step.config, AverageStep | ImportModelStep):
+        raise ConfigError(f"continue_from: step {step.name} makes weights only; use `start` to take them")
     else:
         return
     try:

@@ -31,9 +31,11 @@ def run_report(config: ReportStep, context: StepContext) -> dict[str, Any]:
     training, evaluation = context.result(config.training), context.result(config.evaluation)
     trained = context.workflow.configs[config.training.step].model_dump()
     rows = [
-        _row("unigram entropy of the corpus", splits["train"]["unigram_entropy"], "nats/token", "loss without context"),
-        _row("training loss", training["loss"], unit_of("loss", trained), f"after {training['tokens']:,} tokens"),
+        _row("unigram entropy of the corpus", splits["train"]["unigram_entropy"], "nats/token", "loss without context")
     ]
+    if training["loss"] is not None:  # a mean of checkpoints and an imported model have none
+        note = f"after {training['tokens']:,} tokens"
+        rows.append(_row("training loss", training["loss"], unit_of("loss", trained), note))
     results = [row for row in evaluation["rows"] if not is_reading(row)]  # those are for the dashboard
     rows += [_row(_label(row), row["value"], row.get("unit", ""), _note(row)) for row in results]
     rows.append(_row("parameters", evaluation["parameters"], "", f"applied {evaluation['n_loops']} times"))

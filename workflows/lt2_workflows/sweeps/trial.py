@@ -123,18 +123,19 @@ def outcome(workflow: Workflow, storage: Storage, found: dict[str, Any]) -> Ende
 
 
 def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[str, float]]:
-    """(the run of the results store, its numbers) of a finished workflow.
+    """(the run of the results store, its numbers) of a finished workflow: the run that is evaluated last, if any is.
 
     Evaluation rows as "task/metric", of the model as it was trained and without readings of it; where
     several steps have one (of several models, say), each as "step/task/metric", since none of them is the trial's. Of a
     recipe without evaluation the plain numbers that its steps returned, as "step/name".
     """
-    run, evaluations, plain = None, {}, {}
+    run, of, evaluations, plain = None, None, {}, {}
     for name, step in workflow.steps.items():
         done = read_done(storage, step)
         result = done["result"] if done else {}
         run = result.get("run", run)
         if "n_loops" in result:
+            of = result.get("run", of)
             rows = [row for row in at_own_depth(result["rows"], result["n_loops"]) if not is_reading(row)]
             evaluations[name] = {f"{row['task']}/{row['metric']}": row["value"] for row in rows}
         plain |= {f"{name}/{key}": value for key, value in result.items() if type(value) in (int, float)}
@@ -144,4 +145,4 @@ def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[s
         for name, found in evaluations.items()
         for key, value in found.items()
     }
-    return run, evaluated or plain
+    return of or run, evaluated or plain

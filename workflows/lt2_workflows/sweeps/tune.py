@@ -20,6 +20,7 @@ from lt2_workflows.engine.attempt import Interrupted
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.endings import AT_ONCE
 from lt2_workflows.plan import planned_training
+from lt2_workflows.steps.average import AverageStep
 from lt2_workflows.sweeps.asha import KeptAsha
 from lt2_workflows.sweeps.config import SweepStep, Trial, sized
 from lt2_workflows.sweeps.trial import Ended, not_done, run_trial
@@ -163,6 +164,9 @@ def count(trial: Trial, context: StepContext, run: str | None = None) -> int | N
     steps = trial.workflow.steps.values()
     trained = [step for step in steps if hasattr(step.config, "train")]
     step = next((each for each in steps if each.id == run), trained[-1] if trained else None)
+    while step is not None and isinstance(step.config, AverageStep):  # as many as those that it is the mean of
+        of = step.config.checkpoint
+        step = None if isinstance(of, str) else trial.workflow.steps[of.step]
     if step is None:
         return None
     try:

@@ -48,7 +48,8 @@ def store_average(uri: str, out: str, *, last: int) -> dict[str, Any]:
             for mean, parameter in zip(model.parameters(), other.parameters(), strict=True):
                 mean.lerp_(parameter, 1 / count)
         files = tokenizer_files(tokenizer["file"] or "byte")
-        made = {"averaged": last} | info.train
+        steps = [integrity.step_of(place.rpartition("/")[2]) for place in places]  # which they were, others may not be
+        made = {"averaged": steps} | info.train
         about = checkpoint.About(
             info.model, info.tokenizer, files, made, data=info.data, sources={"averaged": lineage(info)}
         )

@@ -41,6 +41,8 @@ def test_every_weight_is_the_mean_over_the_checkpoints_that_end_with_the_one_nam
         torch.testing.assert_close(parameter.double(), whole.mean(0), rtol=1e-6, atol=1e-8)
         assert not torch.equal(parameter, models[-1].get_parameter(name))
     assert tokenizer == TOKENIZER
+    made = checkpoint.read_info(checkpoint.resolve(out)).train
+    assert made == newest.train | {"averaged": list(steps)}
     assert Storage(out).read_json("summary.json")["checkpoint"] == checkpoint.resolve(out)
     assert store_average(str(root / "gone"), out, last=9) == result  # it is there
     assert load_teacher(out, train_config(), torch.device("cpu")).config == newest.model
