@@ -60,12 +60,15 @@ def log_evaluations(storage: Storage, run: str, model: str, evaluations: Mapping
         ResultsStore(storage).log_eval(run, name, rows)
 
 
-def log_model(storage: Storage, run: str, config: Mapping[str, Any]) -> None:
-    """Give a model that was not trained a run in the results store, with these settings, unless there is one."""
+def log_model(storage: Storage, run: str, config: Mapping[str, Any], **info: str) -> None:
+    """Give a model that was not trained a run in the results store, with these settings, unless there is one.
+
+    info: what is no setting.
+    """
     from lt2_platform.results.store import ResultsStore
 
     if not storage.exists(f"runs/{run}/run.json"):
-        ResultsStore(storage).create_run(run, {"config": config, **provenance()}).close()
+        ResultsStore(storage).create_run(run, {"config": config, **info, **provenance()}).close()
 
 
 def drift(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

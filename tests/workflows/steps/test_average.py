@@ -12,7 +12,7 @@ from lt2_platform.storage import Storage
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.plan import describe_plan
-from lt2_workflows.provenance import log_evaluations
+from lt2_workflows.provenance import log_evaluations, log_model
 from lt2_workflows.steps.average import check_enough, run_average
 from lt2_workflows.steps.distill import planned_checkpoint
 from lt2_workflows.steps.pretrain import check_fit
@@ -97,18 +97,18 @@ def test_an_average_has_the_settings_of_its_run_in_the_store(tmp_path, monkeypat
     info = SimpleNamespace(
         model=ModelConfig(vocab_size=9, n_loops=1, **MODEL),
         train={"seed": 1, "averaged": [80, 100]},
-        tokenizer={"name": "byte"},
-        data="0123456789abcdef",
         sources={"averaged": "abc"},
     )
     monkeypatch.setattr("lt2_platform.train.checkpoints.averaging.store_average", lambda *of, **how: {"step": 100})
     monkeypatch.setattr("lt2_platform.train.checkpoints.checkpoint.resolve", str)
     monkeypatch.setattr("lt2_platform.train.checkpoints.checkpoint.read_info", lambda place: info)
     context = context_of(tmp_path)
+    data = {"fingerprint": "0123456789ab", "seq_len": 64}
+    log_model(context.storage, context.workflow.steps["pretrain"].id, {"data": data, "train": {"seed": 1}})
     assert run_average(context.step.config, context) == {"run": context.run_id, "step": 100}
     run = ResultsStore(context.storage).run(context.run_id)
     assert not run.elsewhere
     assert (run.config["train"], run.config["sources"]) == (info.train, info.sources)
-    assert run.config["data"] == {"tokenizer": "byte", "fingerprint": "0123456789ab"}
+    assert (run.config["data"], run.info["workflow"]) == (data, context.workflow.id)
     log_evaluations(context.storage, context.run_id, "its checkpoint", {})  # keeps them
     assert "evaluated" not in ResultsStore(context.storage).run(context.run_id).config

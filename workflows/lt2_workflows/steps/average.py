@@ -72,7 +72,18 @@ def run_average(config: AverageStep, context: StepContext) -> dict[str, Any]:
 
     result = store_average(context.path(config.checkpoint), context.out, last=config.last)
     info = read_info(resolve(context.out))
-    data = {"tokenizer": info.tokenizer.get("name"), "fingerprint": (info.data or "")[:12]}
-    settings = {"model": info.model.model_dump(mode="json"), "train": info.train, "data": data}
-    log_model(context.storage, context.run_id, settings | {"sources": dict(info.sources)})
+    settings = _settings_of(config.checkpoint, context) | {
+        "model": info.model.model_dump(mode="json"),
+        "train": info.train,
+        "sources": dict(info.sources),
+    }
+    log_model(context.storage, context.run_id, settings, workflow=context.workflow.id, step=context.step.id)
     return {"run": context.run_id} | result
+
+
+def _settings_of(place: CheckpointRef | str, context: StepContext) -> dict[str, Any]:
+    """Those in the results store of the run that is averaged; none of one that is named by its path."""
+    if isinstance(place, str):
+        return {}
+    path = f"runs/{context.workflow.steps[place.step].id}/run.json"
+    return context.storage.read_json(path)["config"] if context.storage.exists(path) else {}
