@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 
 import pyarrow as pa
 import pytest
@@ -33,6 +34,9 @@ def test_a_run_of_n_words_is_found_whatever_its_case_and_punctuation():
     assert found == ("loops", " ".join(WORDS[4:17]))
     assert found_by(13, ITEM).find("before " + " ".join(WORDS[4:16]) + " after") is None
     assert found_by(12, ITEM).find("before " + " ".join(WORDS[4:16]) + " after") is not None
+    assert found_by(12, ITEM).find(" ".join(f"_{word}_" for word in WORDS[4:16])) is not None
+    accents = "Le café où naïfs et ﬁers dînaient"
+    assert found_by(7, accents).find(unicodedata.normalize("NFD", accents).replace("ﬁ", "fi")) is not None
     assert found_by(5, ITEM).find(" ".join(reversed(WORDS))) is None
     assert found_by(18, ITEM).find(ITEM) is not None  # all there is of both
     assert found_by(19, ITEM).find(ITEM * 2) is None
