@@ -16,10 +16,18 @@ FIELDS = {
 
 def rope_from(config: dict[str, Any], *, default_theta: float = 10_000.0) -> dict[str, Any]:
     """Our rope_theta and rope_scaling. Raises ConfigError for what we do not have of them."""
+    given_in = [config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)]
+    kinds = list(dict.fromkeys(found.get("rope_type") or found.get("type") or "default" for found in given_in))
+    if len(kinds) > 1:  # as where a scaling is added to a config that newer transformers wrote
+        raise ConfigError(
+            f"config has rope_scaling of type {kinds[0]!r} and rope_parameters of type {kinds[1]!r}; keep one, with "
+            "rope_theta"
+        )
     told = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
     theta = told.pop("rope_theta", None) or config.get("rope_theta") or default_theta
-    kind = told.pop("rope_type", None) or told.pop("type", None) or "default"
-    told.pop("type", None)
+    kind = kinds[0] if kinds else "default"
+    for name in ("rope_type", "type"):
+        told.pop(name, None)
     share = told.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1
     if share != 1:
         raise ConfigError(
@@ -34,7 +42,10 @@ def rope_from(config: dict[str, Any], *, default_theta: float = 10_000.0) -> dic
         return {"rope_theta": theta}
     scaling = {"type": kind} | {name: value for name, value in given.items() if name != ORIGINAL}
     if ORIGINAL in FIELDS[kind]:
-        original = given.get(ORIGINAL) or config.get(ORIGINAL) or config.get("max_position_embeddings")
+        lengths = {length for length in (given.get(ORIGINAL), config.get(ORIGINAL)) if length}
+        if len(lengths) > 1:  # versions of transformers differ in which one they take
+            raise ConfigError(f"config has {ORIGINAL} twice, {sorted(lengths)}; keep the one it was trained with")
+        original = next(iter(lengths), config.get("max_position_embeddings"))
         scaling["original_max_seq_len"] = original
     return {"rope_theta": theta, "rope_scaling": scaling}
 

@@ -156,6 +156,14 @@ def test_the_rotary_table_that_old_checkpoints_hold_is_left_out(tmp_path: Path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; only heads that are rotated whole"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_scaling 'default' with full_attention"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling of type 'yarn' and rope_parameters of type 'default'; keep one",
+        ),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+            "config has original_max_position_embeddings twice, [32, 64]; keep the one",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "llama config: rope_scaling.linear.factor: Field required"),
         ({"num_key_value_heads": 3}, "llama config: full: num_kv_heads 3 does not divide num_heads 4"),
     ],
