@@ -87,6 +87,8 @@ def export_checkpoint(
 def verify_certificate(folder: str | Path) -> dict[str, Any]:
     """The certificate of an exported folder whose files are still the certified ones."""
     path = Path(folder) / CERTIFICATE
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {folder}; give one that `lt2 export` wrote, or a copy of it")
     if not path.is_file():
         raise ConfigError(f"{folder} has no {CERTIFICATE}; export the checkpoint again")
     try:

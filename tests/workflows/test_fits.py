@@ -18,6 +18,7 @@ from lt2_workflows.plan import describe_plan
 from tests.platform.evaluate.tiny import MODEL, model, save
 
 TRAIN = {"steps": 4, "global_batch_size": 2}
+FULL = {"type": "uniform", "mixer": {"type": "full"}}
 ASK = {"type": "harness", "tasks": ["mine"], "chat": True}
 
 
@@ -182,3 +183,23 @@ def test_what_is_asked_while_training_needs_a_template_too(tmp_path: Path, stora
     shared["resources"]["evaluation"]["every"] = 3
     with pytest.raises(ConfigError, match="evaluation.every 3 is not a multiple of train.checkpoint_every 2"):
         workflow_from_record(record, source="test")
+
+
+def test_a_student_that_cannot_be_made_of_its_teacher(tmp_path: Path, storage: Storage):
+    """Before the teacher is trained: it takes most of the time."""
+
+    def stages(layout: Any = FULL, **student: Any) -> Workflow:
+        record = made(tmp_path, tasks=[{"type": "perplexity"}], model=MODEL | {"layout": layout}).record()
+        train = TRAIN | {"objective": {"type": "distill"}}
+        of = {"type": "distill", "data": {"step": "prepare"}, "teacher": {"step": "pretrain"}, "train": train}
+        record["steps"]["student"] = of | student
+        return workflow_from_record(record, source="test")
+
+    for workflow, message in (
+        (stages(kept=[2]), "student: kept layers [2]: give different ones of 0 to 1"),
+        (stages(mixer={"type": "window"}), "mixer 'window' runs on the same weights as the teacher's"),
+        (stages(MODEL["layout"]), "the teacher has layout 'hybrid'; distil from one with the same attention"),
+    ):
+        assert told(workflow, storage).startswith(f"student: {message}")
+    fine = stages(kept=[1])
+    check_inputs(fine, storage, fine.steps.values())

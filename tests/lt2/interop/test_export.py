@@ -143,6 +143,8 @@ def test_a_file_changed_later_is_noticed(tmp_path: Path):
         verify_certificate(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"no parity\.json"):
         verify_certificate(tmp_path)
+    with pytest.raises(ConfigError, match="there is no folder .*nowhere"):
+        verify_certificate(tmp_path / "nowhere")
 
 
 def test_an_existing_folder_is_never_touched(tmp_path: Path):

@@ -142,7 +142,14 @@ def planned_student(
     return mixer or NEW_MIXER, () if kept is None else kept
 
 
-@step_type(DistillStep, describe=describe_distill, places=training_places, fits=check_evaluation)
+def check_stage(config: DistillStep, context: StepContext) -> None:
+    """Raise ConfigError where no such student can be made of the teacher, as far as that is known, or where
+    `check_evaluation` does."""
+    check_evaluation(config, context)
+    planned_stage(config, context)
+
+
+@step_type(DistillStep, describe=describe_distill, places=training_places, fits=check_stage)
 def run_distill(config: DistillStep, context: StepContext) -> dict[str, Any]:
     """Result: as of run_pretrain, and "kept", and the distance to the teacher on held-out text (nats/token).
 
