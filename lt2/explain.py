@@ -35,6 +35,8 @@ def explain(error: ValidationError, source: str = "config") -> str:
             given, wanted = str(item["input"]), WANTED[item["type"]]
             if item.get("ctx", {}).get("class_name") in {cls.__name__ for cls in _subclasses(Extension)}:
                 wanted = WANTED["model_attributes_type"]
+            if item["type"] == "tuple_type" and isinstance(item["input"], str | int | float):
+                wanted = f"a list, such as [{given[:40]}]"
             lines.append(f"{where}: give {wanted}, not {given[:40] + '…' * (len(given) > 40)}")
         else:
             message = item["msg"].removeprefix("Value error, ")

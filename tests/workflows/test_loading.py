@@ -113,7 +113,7 @@ def test_setting_the_same_type_keeps_its_siblings():
             "pretrain.model.layout.mixer.window: unknown key 'window'; types with it: nsa, window",
         ),
         (CHAIN, ["first=null"], "first: a step is a type and its fields, {type: …, name: value, …}, not None"),
-        ("quickstart", ["evaluate.loops=4"], "quickstart: evaluate.loops: give a list, such as [1, 2], not 4"),
+        ("quickstart", ["evaluate.loops=4"], "quickstart: evaluate.loops: give a list, such as [4], not 4"),
         (
             "quickstart",
             ["pretrain.model.layout.mixer=gdn"],

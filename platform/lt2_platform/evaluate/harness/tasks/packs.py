@@ -147,8 +147,8 @@ def require(pack: str, tasks: Sequence[str]) -> dict[str, Any]:
     missing = [task for task in tasks if task not in have]
     if missing:
         raise ConfigError(
-            f"pack {pack} has no {', '.join(missing)}; add them with {_commands(pack, missing)}, or evaluate what it "
-            f"has: tasks={','.join(sorted(have))}"
+            f"pack {pack} has no {', '.join(missing)}; add them with {_commands(pack, missing)}, or choose of what "
+            f"it has: tasks={','.join(sorted(have))}"
         )
     return {task: have[task] for task in tasks}
 
