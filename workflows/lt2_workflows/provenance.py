@@ -51,11 +51,14 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def log_evaluations(storage: Storage, run: str, model: str, evaluations: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Add evaluations, by name, to a run of the results store. A model that no run made gets one for them."""
+def log_evaluations(
+    storage: Storage, run: str, model: str, evaluations: Mapping[str, list[dict[str, Any]]], **made_in: str
+) -> None:
+    """Add evaluations, by name, to a run of the results store. A model that no training made gets one for them, with
+    the `workflow` and the `step` it was made in, if any."""
     from lt2_platform.results.store import ResultsStore
 
-    log_model(storage, run, {"evaluated": model})
+    log_model(storage, run, {"evaluated": model}, **made_in)
     for name, rows in evaluations.items():
         ResultsStore(storage).log_eval(run, name, rows)
 

@@ -123,6 +123,8 @@ def test_runs_that_a_recipe_evaluated_are_compared(tmp_path):
         run_evaluate(context.step.config, context)
     (first, *_) = json.loads(lt2("compare", *runs, "--storage", root.root, "--json"))
     assert (first["task"], first["n"]) == ("arc_easy", len(arc()))
+    info = ResultsStore(root).index().runs[runs[-1]].info  # of a model that no training of ours has logged
+    assert list(info.items())[:2] == [("workflow", workflow.id), ("step", runs[-1])]  # in this place it is looked for
 
 
 def test_a_model_trained_on_conversations_is_asked_as_one(tmp_path):

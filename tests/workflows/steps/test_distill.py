@@ -112,6 +112,7 @@ def test_the_report_has_every_student_and_stage(tmp_path):
     finish(context, {"a": {"rows": [row | {"value": 0.8}]}, "b": {"rows": [row | {"value": 0.6}]}, "probe-0": kl})
     text = run_retention(context.step.config, context)["text"]
     assert "0.6000 (75.0 %)" in text
+    assert "a pretraining's cross entropy" in text  # a stage of upcycle is one
     assert "0.2500" in text  # not the distance by which layers are chosen
     assert "0.7500" not in text
     out = tmp_path / context.step.folder / "out"

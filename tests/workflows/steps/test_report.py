@@ -10,12 +10,13 @@ def test_counts_have_separators_on_the_terminal_and_are_whole_in_the_record(tmp_
     results = {
         "data": {"splits": {"train": {"unigram_entropy": 3.2}}},
         "training": {"run": "r", "loss": 2.5, "tokens": 122880},
-        "evaluation": {"rows": [], "parameters": 647344, "n_loops": 4},
+        "evaluation": {"run": "average-1", "rows": [], "parameters": 647344, "n_loops": 4},
     }
     trained = SimpleNamespace(configs={"training": SimpleNamespace(model_dump=dict)})
     step, storage = SimpleNamespace(folder="steps/report"), Storage(str(tmp_path))
     context = SimpleNamespace(result=lambda ref: results[ref.step], workflow=trained, step=step, storage=storage)
     text = run_report(config, context)["text"]  # pyright: ignore[reportArgumentType]
+    assert "run r, evaluated as average-1\n" in text
     assert "647,344              applied 4 times" in text
     assert storage.read_json("steps/report/out/report.json")["rows"][-1]["value"] == 647344
     results["training"]["loss"] = None  # of an average, or an imported model

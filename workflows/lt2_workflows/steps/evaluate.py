@@ -156,9 +156,10 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     if config.pack is not None:
         pack = context.path(config.pack)
         tasks = tuple(t.model_copy(update={"pack": pack}) if getattr(t, "pack", None) == "" else t for t in tasks)
-    run = context.run_id
+    run, made_in = context.run_id, {}
     if isinstance(config.checkpoint, Ref):
         run = context.workflow.steps[config.checkpoint.step].id
+        made_in = {"workflow": context.workflow.id, "step": run}
     actors = config.resources.num_workers if config.needs_ray else 0
     if actors:
         join_ray()
@@ -172,7 +173,7 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
         actors=actors,
         progress=context.progress,
     )
-    log_evaluations(context.storage, run, context.path(config.checkpoint), found.evaluations())
+    log_evaluations(context.storage, run, context.path(config.checkpoint), found.evaluations(), **made_in)
     return {
         "run": run,
         "step": found.step,

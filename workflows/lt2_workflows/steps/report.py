@@ -40,7 +40,8 @@ def run_report(config: ReportStep, context: StepContext) -> dict[str, Any]:
     rows += [_row(_label(row), row["value"], row.get("unit", ""), _note(row)) for row in results]
     rows.append(_row("parameters", evaluation["parameters"], "", f"applied {evaluation['n_loops']} times"))
     shown = [row | {"value": float(row["value"])} for row in rows]  # a count with separators, like other numbers
-    text = f"\n{config.title}, run {training['run']}\n\n{table(shown, ['metric', 'value', 'unit', 'note'])}\n"
+    other = f", evaluated as {evaluation['run']}" if evaluation["run"] != training["run"] else ""  # its average, say
+    text = f"\n{config.title}, run {training['run']}{other}\n\n{table(shown, ['metric', 'value', 'unit', 'note'])}\n"
     out = f"{context.step.folder}/out"
     context.storage.write_json(f"{out}/report.json", {"title": config.title, "run": training["run"], "rows": rows})
     context.storage.write_bytes(f"{out}/report.txt", text.encode())

@@ -96,7 +96,8 @@ def run_retention(config: RetentionStep, context: StepContext) -> dict[str, Any]
     text = f"\n{config.title}: what students keep (score, and share of the teacher's)\n\n"
     text += table(lines, ["task", "metric", "teacher", *students]) + "\n"
     if stages:
-        text += "\nstages (alignment's loss is a regression's, the others are KL in nats/token)\n\n"
+        text += "\nstages (training loss: alignment's is a regression's; in nats/token, a distillation's KL and "
+        text += "a pretraining's cross entropy)\n\n"
         text += table(stages, ["stage", "training loss", "tokens", "KL to the teacher", "attention kept"]) + "\n"
     out = f"{context.step.folder}/out"
     context.storage.write_json(f"{out}/retention.json", {"title": config.title, "rows": rows, "stages": stages})
