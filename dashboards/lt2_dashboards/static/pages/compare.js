@@ -89,7 +89,7 @@ export function comparePage(main) {
       };
       return h("tr", {}, h("th", { scope: "row" }, parts(key)), values.map(cell));
     };
-    const alike = body.elsewhere ? "External models have no settings here to compare." : "These runs have the same settings here.";
+    const alike = body.elsewhere ? "Models that were evaluated, not trained, have no settings here to compare." : "These runs have the same settings here.";
     const nothing = body.differs.length ? null : h("tr", {}, h("td", { colspan: body.runs.length + 1 }, alike));
     fill(table, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, nothing, settings, ...[["Evaluations", false], ["Evaluations at several depths, and tables of sweeps", true]].map(([name, repeats]) => group(name, body.evals.filter(({ key }) => /^(depth|sweep)\//.test(key) === repeats), evaluations)), group("Last logged values", body.metrics.length ? [...steps, ...body.metrics] : [], numbers))));
     const keys = Object.keys(body.same);
