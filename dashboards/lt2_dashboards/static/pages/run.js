@@ -111,7 +111,7 @@ export function runPage(main, run) {
     controls.sync();
     if (!body) return;
     const order = [...FIRST.filter((metric) => body.metrics.includes(metric)), ...body.metrics.filter((metric) => !FIRST.includes(metric))];
-    if (!order.length) return fill(grid, h("p", { class: "quiet-note" }, body.created && !body.config.evaluated ? "Nothing is logged yet; curves appear with the first steps." : "No curves: this model was evaluated, not trained."));
+    if (!order.length) return fill(grid, h("p", { class: "quiet-note" }, body.created && body.status !== "finished" ? "Nothing is logged yet; curves appear with the first steps." : "No curves: no training logged any."));
     if (!tiles.size) fill(grid);
     for (const metric of order) {
       if (!tiles.has(metric)) {
