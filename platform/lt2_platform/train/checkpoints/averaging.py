@@ -11,18 +11,24 @@ from lt2_platform.data.tokenizers.tokenize import tokenizer_files
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity
 from lt2_platform.train.checkpoints.matching import check_matches, lineage
+from lt2_platform.train.checkpoints.retention import Keep, kept
 
 
 def averaged(uri: str, last: int) -> list[str]:
     """URIs of the checkpoints that are averaged, oldest first: the `last` complete ones that end with the one `uri`
-    means. Raises ConfigError where there are fewer."""
+    means. One that is only there because it is the best, long before the others, does not count.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
     newest = checkpoint.resolve(uri)
     folder, _, name = newest.rpartition("/")
-    names = integrity.complete(folder)
-    names = names[: names.index(name) + 1]
+    names, train = integrity.complete(folder), checkpoint.read_info(newest).train
+    stay = kept(names, Keep(train.get("keep_checkpoints", 2), train.get("keep_every"), best=False)) | {name}
+    names = [each for each in names[: names.index(name) + 1] if each in stay]
     if len(names) < last:
         raise ConfigError(
-            f"{folder} has {len(names)} complete checkpoints up to {name}, and {last} are to be averaged; train with a "
+            f"{folder} has {len(names)} checkpoints to average up to {name}, and {last} are asked for; train with a "
             "larger train.keep_checkpoints, or average fewer"
         )
     return [Storage(folder).join(each) for each in names[-last:]]

@@ -56,8 +56,21 @@ def test_nothing_goes_on_from_a_mean_which_has_no_moments(root, tmp_path):
         check_continues(info, info.model, longer, TOKENIZER, info.data)
 
 
+def test_the_best_checkpoint_is_not_averaged_with_those_of_long_after(root, tmp_path):
+    write_dataset(tmp_path / "data")
+    worker.run(open_run(tmp_path, pretrain_config(steps=6, checkpoint_every=2, keep_checkpoints=2), "run"))
+    folder = tmp_path / "run/checkpoints"
+    shutil.copytree(root / "run/checkpoints/step-00000002", folder / "step-00000002")  # as the best stays
+    with pytest.raises(ConfigError, match="has 2 checkpoints to average up to step-00000006, and 3 are asked for"):
+        averaged(str(tmp_path / "run"), 3)
+    assert [place.rpartition("/")[2] for place in averaged(str(tmp_path / "run"), 2)] == [
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
 def test_what_cannot_be_averaged_is_told(root, tmp_path):
-    with pytest.raises(ConfigError, match="has 3 complete checkpoints up to step-00000006, and 4 are to be averaged"):
+    with pytest.raises(ConfigError, match="has 3 checkpoints to average up to step-00000006, and 4 are asked for"):
         averaged(str(root / "run"), 4)
     shutil.copytree(root / "run", tmp_path / "run")
     (tmp_path / "run/checkpoints/step-00000004/.metadata").unlink()
