@@ -10,29 +10,8 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.interop.reading import model_config
 from lt2.interop.rope import rope_from
 
-_TOP = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-_BLOCK = {
-    "mixer_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    **{f"mixers.softmax.{name}": f"self_attn.{name}" for name in ("q_norm", "k_norm")},
-    **{f"mixers.softmax.{p}_proj": f"self_attn.{p}_proj" for p in "qkvo"},
-    **{f"ffn.{p}_proj": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
-}
 MAX_SEQ_LEN = {"llama": 2048, "mistral": 131_072, "qwen3": 32_768}
 """max_position_embeddings of a config.json that does not tell it, by model_type (as transformers takes it)."""
-
-
-def llama_key(name: str) -> str:
-    """The key in such a checkpoint of one of our parameters, e.g. of blocks.3.ffn.up_proj.weight."""
-    if name in _TOP:
-        return _TOP[name]
-    _, layer, rest = name.split(".", 2)
-    module, _, kind = rest.rpartition(".")
-    return f"model.layers.{layer}.{_BLOCK[module]}.{kind}"
 
 
 def config_from_llama(stored: dict[str, Any]) -> ModelConfig:

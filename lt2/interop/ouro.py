@@ -15,36 +15,11 @@ from typing import Any
 import torch
 
 from lt2.config import ConfigError, ExitGate, ModelConfig, UniformLayout
-from lt2.interop.reading import model_config, read_config, read_model
+from lt2.interop.reading import model_config, read_config, read_model, stored_key
 from lt2.interop.rope import rope_from, rope_to
 from lt2.interop.shards import write_safetensors
 from lt2.mixer_configs import FullConfig
 from lt2.model import LoopedLM
-
-_TOP = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "halt.weight": "model.early_exit_gate.weight",
-    "halt.bias": "model.early_exit_gate.bias",
-    "head.weight": "lm_head.weight",
-}
-_BLOCK = {
-    "mixer_norm": "input_layernorm",
-    "mixer_post_norm": "input_layernorm_2",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_post_norm": "post_attention_layernorm_2",
-    **{f"mixers.softmax.{p}_proj": f"self_attn.{p}_proj" for p in "qkvo"},
-    **{f"ffn.{p}_proj": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
-}
-
-
-def ouro_key(name: str) -> str:
-    """The key in an Ouro checkpoint of one of our parameters, e.g. of blocks.3.ffn.up_proj.weight."""
-    if name in _TOP:
-        return _TOP[name]
-    _, layer, rest = name.split(".", 2)
-    module, _, kind = rest.rpartition(".")
-    return f"model.layers.{layer}.{_BLOCK[module]}.{kind}"
 
 
 def config_from_ouro(ouro: dict[str, Any]) -> ModelConfig:
@@ -118,7 +93,7 @@ def import_ouro(folder: str | Path, *, dtype: torch.dtype | None = None, device:
         ConfigError: no config or weights there, or keys or shapes that are not Ouro's, each named.
     """
     config = config_from_ouro(read_config(folder))
-    return read_model(config, folder, ouro_key, dtype=dtype, device=device)
+    return read_model(config, folder, dtype=dtype, device=device)
 
 
 def export_ouro(
@@ -135,7 +110,7 @@ def export_ouro(
         if config.get("rope_parameters"):
             described["rope_parameters"] = {"rope_type": "default"} | (described["rope_scaling"] or {})
             described["rope_parameters"]["rope_theta"] = model.config.rope_theta
-    weights = {ouro_key(name): parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    weights = {stored_key(name): parameter.detach().cpu() for name, parameter in model.named_parameters()}
     described["torch_dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(weights, folder, max_shard_bytes=max_shard_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,33 @@ from lt2.config import ConfigError, ModelConfig
 from lt2.explain import explain
 from lt2.model import LoopedLM
 
+_TOP = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "halt.weight": "model.early_exit_gate.weight",
+    "halt.bias": "model.early_exit_gate.bias",
+}
+_BLOCK = {
+    "mixer_norm": "input_layernorm",
+    "mixer_post_norm": "input_layernorm_2",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_attention_layernorm_2",
+    **{f"mixers.softmax.{name}": f"self_attn.{name}" for name in ("q_norm", "k_norm")},
+    **{f"mixers.softmax.{p}_proj": f"self_attn.{p}_proj" for p in "qkvo"},
+    **{f"ffn.{p}_proj": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
+}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def stored_key(name: str) -> str:
+    """The key in a checkpoint of the Llama kind of one of our parameters, e.g. of blocks.3.ffn.up_proj.weight. What one
+    family has and another has not, such as Ouro's sandwich norms and exit gate, is named by that one."""
+    if name in _TOP:
+        return _TOP[name]
+    _, layer, rest = name.split(".", 2)
+    module, _, kind = rest.rpartition(".")
+    return f"model.layers.{layer}.{_BLOCK[module]}.{kind}"
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -71,12 +97,8 @@ def model_config(stored: dict[str, Any], kind: str, *, attention: dict[str, Any]
         raise ConfigError(explain(error, f"{kind} config")) from None
 
 
-def read_model(
-    config: ModelConfig, folder: str | Path, key: Callable[[str], str], *, dtype: torch.dtype | None, device: str
-) -> LoopedLM:
+def read_model(config: ModelConfig, folder: str | Path, *, dtype: torch.dtype | None, device: str) -> LoopedLM:
     """The model of `config` with the folder's weights, in eval mode, in their dtype unless another is asked for.
-
-    key: the name there of one of our parameters, e.g. of blocks.3.ffn.up_proj.weight.
 
     Raises:
         ConfigError: no weights there, or keys or shapes that are not the config's, each named.
@@ -84,7 +106,7 @@ def read_model(
     folder = Path(folder).expanduser()
     with torch.device("meta"):
         model = LoopedLM(config)
-    names = {key(name): name for name, _ in model.named_parameters()}
+    names = {stored_key(name): name for name, _ in model.named_parameters()}
     weights: dict[str, Tensor] = {}
     for stored, tensor in stored_tensors(folder):
         if stored == "lm_head.weight" and config.tie_embeddings:
@@ -94,13 +116,13 @@ def read_model(
         if stored not in names:
             raise ConfigError(f"{folder}: {stored!r} is not a key of a checkpoint with this config")
         weights[names[stored]] = tensor.to(device=device, dtype=dtype)
-    missing = sorted(set(names) - {key(name) for name in weights})
+    missing = sorted(set(names) - {stored_key(name) for name in weights})
     if missing:
         raise ConfigError(f"{folder}: {len(missing)} keys are missing, the first {missing[0]!r}; download it again")
     for name, parameter in model.named_parameters():
         if parameter.shape != weights[name].shape:
             shapes = f"{tuple(weights[name].shape)}, and the config asks for {tuple(parameter.shape)}"
-            raise ConfigError(f"{folder}: {key(name)} has shape {shapes}")
+            raise ConfigError(f"{folder}: {stored_key(name)} has shape {shapes}")
     model.load_state_dict(weights, assign=True)
     return model.eval()
 

@@ -69,7 +69,7 @@ class Overlap:
                 return task, " ".join(words[first : first + self.n])
         return None
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
         return sha256(repr((REVISION, self.n, list(self.tasks))).encode() + self.hashes.tobytes()).hexdigest()
 

@@ -21,6 +21,7 @@ from lt2_platform.data.tokenizers.tokenize import describe, load_tokenizer, toke
 from lt2_platform.json_values import sha256_of
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity
+from lt2_platform.train.checkpoints.weights_only import store_weights
 
 
 def load_teacher(place: str, train: TrainConfig, device: torch.device, *, keep: bool = True) -> LoopedLM:
@@ -67,11 +68,10 @@ def store_pretrained(folder: str, out: str, *, tokenizer: str | None = None) -> 
     Raises:
         ConfigError: what `import_pretrained` and `load_tokenizer` say, or a tokenizer with more tokens than the model.
     """
-    storage = Storage(out)
-    checkpoints = storage.join("checkpoints")
-    if not integrity.complete(checkpoints):
-        path = Path(folder).expanduser()
-        spec = tokenizer or str(path / "tokenizer.json")
+    path = Path(folder).expanduser()
+    spec = tokenizer or str(path / "tokenizer.json")
+
+    def read() -> tuple[LoopedLM, TrainState, checkpoint.About]:
         found = load_tokenizer(spec)
         model = import_pretrained(path, dtype=torch.float32)
         if found.vocab_size > model.config.vocab_size:
@@ -80,13 +80,10 @@ def store_pretrained(folder: str, out: str, *, tokenizer: str | None = None) -> 
                 f"{model.config.vocab_size}; give the one the model was trained with"
             )
         files = tokenizer_files(spec)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state to save
         record = {**describe(found), "file": next(iter(files), None)}
         # Models of one architecture differ in their weights alone, and so do runs that begin with them (`lineage`).
         weights = sha256_of([version_of(str(file), sampled=True) for file in weight_files(path)])
         imported = {"imported": json.loads((path / "config.json").read_text()), "weights": weights}
-        about = checkpoint.About(model.config, record, files, imported)
-        checkpoint.save(checkpoints, model, optimizer, TrainState(), about)
-    result = {"step": 0, "position": 0, "tokens": 0, "loss": None}
-    storage.write_json("summary.json", result | {"checkpoint": checkpoint.resolve(out)})
-    return result
+        return model, TrainState(), checkpoint.About(model.config, record, files, imported)
+
+    return store_weights(out, read)

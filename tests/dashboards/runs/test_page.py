@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import time
 
-import pytest
-from fastapi.testclient import TestClient
-
 from lt2_dashboards import queries
-from lt2_dashboards.app import create_app
-from lt2_dashboards.auth import Access
 from lt2_platform.results.index import compact
-from lt2_platform.results.store import ResultsStore
 from lt2_platform.step_records import this_process
-from lt2_platform.storage import Storage
 from tests.dashboards.conftest import Clock, add_run, attempt, body
-
-
-@pytest.fixture
-def store(tmp_path) -> ResultsStore:
-    return ResultsStore(Storage(str(tmp_path)))
-
-
-@pytest.fixture
-def client(store) -> TestClient:
-    return TestClient(create_app(store.storage.root, Access("none")), base_url="http://127.0.0.1:8787")
 
 
 def test_runs_are_found_by_their_workflow(store, client):

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from lt2.config import ConfigError
+from lt2.model import LoopedLM
+from lt2.train.loop import TrainState
 from lt2_platform.data.tokenizers.tokenize import tokenizer_files
 from lt2_platform.storage import Storage
 from lt2_platform.train.checkpoints import checkpoint, integrity
 from lt2_platform.train.checkpoints.matching import check_matches, lineage
 from lt2_platform.train.checkpoints.retention import Keep, kept
+from lt2_platform.train.checkpoints.weights_only import store_weights
 
 
 def averaged(uri: str, last: int) -> list[str]:
@@ -34,7 +37,6 @@ def averaged(uri: str, last: int) -> list[str]:
     return [Storage(folder).join(each) for each in names[-last:]]
 
 
-@torch.no_grad()
 def store_average(uri: str, out: str, *, last: int) -> dict[str, Any]:
     """Write the mean of the weights of a run's last checkpoints, fp32, as the checkpoint of a run at `out`, with their
     tokenizer and the newest one's step. Returns the run's summary. Does nothing where the checkpoint is complete.
@@ -42,26 +44,20 @@ def store_average(uri: str, out: str, *, last: int) -> dict[str, Any]:
     Raises:
         ConfigError: too few checkpoints, a damaged one, or ones of different models.
     """
-    storage = Storage(out)
-    checkpoints = storage.join("checkpoints")
-    if not integrity.complete(checkpoints):
-        places = averaged(uri, last)
-        info = checkpoint.read_info(places[-1])
-        model, _, tokenizer = checkpoint.load_model(places[-1])
-        for count, place in enumerate(places[:-1], start=2):
-            check_matches(checkpoint.read_info(place), info.model, info.tokenizer, "average those of one run")
-            other, _, _ = checkpoint.load_model(place)
-            for mean, parameter in zip(model.parameters(), other.parameters(), strict=True):
-                mean.lerp_(parameter, 1 / count)
-        files = tokenizer_files(tokenizer["file"] or "byte")
-        steps = [integrity.step_of(place.rpartition("/")[2]) for place in places]  # which they were, others may not be
-        made = {"averaged": steps} | info.train
-        about = checkpoint.About(
-            info.model, info.tokenizer, files, made, data=info.data, sources={"averaged": lineage(info)}
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state to save
-        checkpoint.save(checkpoints, model, optimizer, info.state, about)
-    state = checkpoint.read_info(checkpoint.resolve(out)).state
-    result = {"step": state.step, "position": state.position, "tokens": state.tokens, "loss": None}
-    storage.write_json("summary.json", result | {"checkpoint": checkpoint.resolve(out)})
-    return result
+    return store_weights(out, lambda: _mean(averaged(uri, last)))
+
+
+@torch.no_grad()
+def _mean(places: list[str]) -> tuple[LoopedLM, TrainState, checkpoint.About]:
+    info = checkpoint.read_info(places[-1])
+    model, _, tokenizer = checkpoint.load_model(places[-1])
+    for count, place in enumerate(places[:-1], start=2):
+        check_matches(checkpoint.read_info(place), info.model, info.tokenizer, "average those of one run")
+        other, _, _ = checkpoint.load_model(place)
+        for mean, parameter in zip(model.parameters(), other.parameters(), strict=True):
+            mean.lerp_(parameter, 1 / count)
+    files = tokenizer_files(tokenizer["file"] or "byte")
+    steps = [integrity.step_of(place.rpartition("/")[2]) for place in places]  # which they were, others may not be
+    made, sources = {"averaged": steps} | info.train, {"averaged": lineage(info)}
+    about = checkpoint.About(info.model, info.tokenizer, files, made, data=info.data, sources=sources)
+    return model, info.state, about
