@@ -14,7 +14,7 @@ from lt2.config import ConfigError
 from lt2.model import LoopedLM
 from lt2.packages import version_of
 from lt2_platform.data.stream import PackedDataset
-from lt2_platform.data.tokenizers.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_recorded
 from lt2_platform.evaluate.config import HarnessConfig, TaskConfig, depth_name
 from lt2_platform.evaluate.repeats import at_own_depth, is_reading
 from lt2_platform.evaluate.tasks import TaskContext, named, run_tasks
@@ -74,7 +74,7 @@ def evaluate_checkpoint(
     model = model.to(this_device())
     context = TaskContext(
         checkpoint=uri,
-        tokenizer=load_tokenizer(info["file"] or "byte"),
+        tokenizer=load_recorded(info),
         dataset=PackedDataset(data, "validation") if data is not None else None,
         out=out,
         progress=progress,

@@ -1,4 +1,4 @@
-"""A real pretrained model through our harness and through lm-eval's own HFLM: the same number for every item.
+"""A real pretrained model through our harness, through lm-eval's own HFLM, and imported: the same numbers.
 
 Runs where the extra `smollm2` is installed (SmolLM2-135M as a GGUF file). The items are the test's own; with
 LT2_BENCH_DATA naming a folder of `datasets` (ai2_arc, piqa, super_glue/copa) the first LT2_BENCH_ITEMS (8) of each.
@@ -9,11 +9,13 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
 
 from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
+from lt2_platform.distill.teacher import store_pretrained
 from lt2_platform.evaluate.checkpoints import evaluate_anything
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness.dispatch import Dispatcher
@@ -91,6 +93,40 @@ def test_every_item_scores_as_lm_evals_own_model_scores_it(smollm2, tmp_path):
             if (task, metric) in accuracies:
                 assert accuracies[task, metric] == found["results"][task][f"{metric},none"]
     assert compared >= 15
+
+
+@pytest.fixture(scope="module")
+def folder(smollm2, tmp_path_factory):
+    """The model as others publish it: config.json, safetensors and tokenizer.json, dequantised."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    place, file = tmp_path_factory.mktemp("SmolLM2-135M"), {"gguf_file": Path(smollm2).name}
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        Path(smollm2).parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **file
+    )
+    read.save_pretrained(place)
+    AutoTokenizer.from_pretrained(Path(smollm2).parent, **file).save_pretrained(place)
+    return str(place)
+
+
+def test_the_imported_model_answers_every_item_as_its_folder_does(folder, tmp_path):
+    pack, imported = str(tmp_path / "pack"), str(tmp_path / "imported")
+    packs.build(pack, sources(tmp_path))
+    store_pretrained(folder, imported)
+    config = HarnessConfig(pack=pack, tasks=TASKS, limit=int(os.environ.get("LT2_BENCH_ITEMS", "8")), batch_size=8)
+    answers = []
+    for place in (imported, folder):
+        out = tmp_path / f"out-{len(answers)}"
+        evaluate_anything(place, [config], out=str(out))
+        files = sorted(out.glob("harness/*/samples/*.jsonl"))
+        assert len(files) == len(TASKS)
+        lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        answers.append([(total, greedy) for line in lines for total, greedy in line["answers"]])
+    assert len(answers[0]) == len(answers[1]) >= 20
+    for (mine, greedy), (own, own_greedy) in zip(*answers, strict=True):
+        assert mine == pytest.approx(own, abs=1e-3)
+        assert greedy == own_greedy
 
 
 def test_the_perplexity_of_a_text_is_the_same(smollm2, tmp_path):

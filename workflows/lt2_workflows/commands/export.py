@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -72,7 +72,7 @@ def export(
         if tokenizer["file"]:
             write_tokenizer_json(tokenizer["file"], files)
             if chosen is not None:
-                stop_ids, chat = write_chat_template(chosen, tokenizer["file"], files)
+                stop_ids, chat = write_chat_template(chosen, tokenizer, files)
             elif known:
                 chat = f"no chat template is written: it was trained on {', '.join(known)}; --template NAME writes one"
         checks = export_checkpoint(
@@ -100,13 +100,13 @@ def export(
         typer.echo(chat)
 
 
-def write_chat_template(template: str, tokenizer_file: str, files: Path) -> tuple[list[int], str]:
+def write_chat_template(template: str, record: dict[str, Any], files: Path) -> tuple[list[int], str]:
     """Add it to the tokenizer's files; returns at which tokens an answer ends, and what to tell the user."""
     from lt2_platform.data.sources.documents import end_of_answer
     from lt2_platform.data.tokenizers.chat_template import FILE, add_chat_template
-    from lt2_platform.data.tokenizers.tokenize import load_tokenizer
+    from lt2_platform.data.tokenizers.tokenize import load_recorded
 
-    tokenizer = load_tokenizer(tokenizer_file)
+    tokenizer = load_recorded(record)
     end = end_of_answer(template)
     stop = tokenizer.special_id(end.text) if end.special else None
     if add_chat_template(template, tokenizer, files):

@@ -53,7 +53,7 @@ def generate(
     from lt2.generate import generate as continue_tokens
     from lt2.layout import loops_text
     from lt2_platform.data.sources.documents import end_of_answer, question
-    from lt2_platform.data.tokenizers.tokenize import encode, load_tokenizer
+    from lt2_platform.data.tokenizers.tokenize import encode, load_recorded
     from lt2_platform.data.units import encode_documents
     from lt2_platform.storage import Storage
     from lt2_platform.train.checkpoints.checkpoint import load_model
@@ -73,7 +73,7 @@ def generate(
         model = model.at_depth(model.config.n_loops, exit_threshold=exit_threshold)
     if loops is not None:
         model = model.at_depth(loops, halting=False)
-    tokenizer = load_tokenizer(info["file"] or "byte")
+    tokenizer = load_recorded(info)
     if template is None:
         prompt, shown = encode(tokenizer, text), Shown(tokenizer, text)
     else:

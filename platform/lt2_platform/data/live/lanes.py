@@ -28,7 +28,7 @@ from lt2_platform.data.sources.documents import Document, Fault
 from lt2_platform.data.sources.listing import Slice, SourceFile
 from lt2_platform.data.sources.readers import LEFT_OUT, read_rows
 from lt2_platform.data.stream import shuffled
-from lt2_platform.data.tokenizers.tokenize import load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import load_recorded
 from lt2_platform.data.units import framed_pieces, in_batches
 from lt2_platform.storage import Storage
 
@@ -48,15 +48,15 @@ class Cursor(NamedTuple):
 class LivePlan:
     """Everything a stream depends on. units[s]: the units of source s; weights: how often each source has its turn.
 
-    `quarantine`: where unusable rows are written, unit by unit; None: nowhere. `without`: the file of what documents
-    may not overlap (lt2_platform.data.overlap).
+    `tokenizer`: the dataset's record of it, with a full path. `quarantine`: where unusable rows are written, unit by
+    unit; None: nowhere. `without`: the file of what documents may not overlap (lt2_platform.data.overlap).
     """
 
     files: tuple[SourceFile, ...]
     sources: tuple[FileSource, ...]
     units: tuple[tuple[LiveUnit, ...], ...]
     weights: tuple[float, ...]
-    tokenizer: str
+    tokenizer: dict[str, Any]
     width: int
     seed: int
     max_document_tokens: int | None = None
@@ -121,7 +121,7 @@ class Lane:
         return np.concatenate(parts)
 
     def _encoded(self, start: Cursor) -> Iterator[list[_Made]]:
-        tokenizer = load_tokenizer(self.plan.tokenizer)
+        tokenizer = load_recorded(self.plan.tokenizer)
         for batch in in_batches(self._documents(start), BATCH_CHARACTERS):
             documents = [document for _, _, document in batch]
             source, limit = self.plan.sources[self.source], self.plan.max_document_tokens

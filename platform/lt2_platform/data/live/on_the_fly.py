@@ -127,14 +127,14 @@ def live_plan(
         tuple(unit for index, unit in enumerate(own) if index not in indices)
         for own, indices in zip(listing.units, map(set, listing.held_out), strict=True)
     ]
-    file, source = manifest["tokenizer"]["file"], config.source
+    tokenizer, source = manifest["tokenizer"], config.source
     shares = source.sources if isinstance(source, MixtureConfig) else ()
     return LivePlan(
         files=listing.files,
         sources=tuple(config.parts),
         units=tuple(kept),
         weights=tuple(share.weight for share in shares if share.weight is not None) or (1.0,),
-        tokenizer=Storage(uri).join(file) if file else config.tokenizer,
+        tokenizer=tokenizer | {"file": Storage(uri).join(tokenizer["file"]) if tokenizer["file"] else None},
         width=config.seq_len + 1,
         seed=seed,
         max_document_tokens=config.max_document_tokens,

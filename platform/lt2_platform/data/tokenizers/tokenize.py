@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import functools
 import hashlib
 import json
@@ -94,10 +95,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return _loaded("byte" if spec == "byte" else absolute(spec), spec)
 
 
-def load_recorded(record: dict[str, Any], storage: Storage) -> Tokenizer:
-    """The tokenizer that a dataset or checkpoint at `storage` has a record of: the "file" in it, or bytes."""
+def load_recorded(record: dict[str, Any], storage: Storage | None = None) -> Tokenizer:
+    """The tokenizer that a dataset or checkpoint at `storage` has a record of: the "file" in it, or bytes.
+
+    Its texts begin with BOS if they did when that was made. Without `storage`, "file" is a full path.
+    """
     file = record.get("file")
-    return load_tokenizer(storage.join(file) if file else "byte")
+    tokenizer = load_tokenizer("byte" if not file else storage.join(file) if storage else file)
+    if not isinstance(tokenizer, HubTokenizer):
+        return tokenizer
+    return tokenizer.beginning(record.get("bos_id", tokenizer.bos_id))
 
 
 def tokenizer_files(spec: str) -> dict[str, bytes]:
@@ -250,7 +257,11 @@ def _parse_ranks(content: bytes, spec: str) -> dict[bytes, int]:
 
 
 class HubTokenizer:
-    """A `tokenizers` file; BOS and EOS come from tokenizer_config.json beside it, else from their usual names."""
+    """A `tokenizers` file; BOS and EOS come from tokenizer_config.json beside it, else from their usual names.
+
+    Texts of a model of others begin with BOS (`bos_id`) only where transformers would begin them so: models trained
+    without it are worse with it. `prefix_id` is BOS in any case, for what has nothing else before it.
+    """
 
     _BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
     _EOS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|im_end|>", "[SEP]")
@@ -279,7 +290,8 @@ class HubTokenizer:
             raise ConfigError(
                 f"tokenizer {spec} names no end-of-text token; put a tokenizer_config.json with eos_token beside it"
             )
-        self.bos_id, self.eos_id = bos, eos
+        self.prefix_id, self.eos_id = bos, eos
+        self.bos_id = bos if self._begins(bos, settings) else None
         pad = self._id(settings, "pad", self._PAD, spec)
         self.pad_id = eos if pad is None else pad
 
@@ -297,6 +309,18 @@ class HubTokenizer:
                 f"tokenizer {spec} has no token {token!r}, which tokenizer_config.json beside it names as {kind}_token"
             )
         return index
+
+    def _begins(self, bos: int | None, settings: dict[str, Any]) -> bool:
+        # One that transformers saved begins texts as its file says, whatever `add_bos_token` does; of others we say so.
+        return "tokenizer_class" not in settings or self._tokenizer.encode("a").ids[:1] == [bos]
+
+    def beginning(self, bos_id: int | None) -> HubTokenizer:
+        """The same tokenizer, with texts that begin with `bos_id`, or with nothing."""
+        if bos_id == self.bos_id:
+            return self
+        other = copy.copy(self)
+        other.bos_id = bos_id
+        return other
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

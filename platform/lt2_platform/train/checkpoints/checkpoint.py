@@ -258,7 +258,7 @@ def load_model(uri: str) -> tuple[LoopedLM, ModelConfig, dict[str, Any]]:
 
     A damaged one is refused, and the newest intact one of the folder named.
 
-    The tokenizer is `load_tokenizer(info["file"] or "byte")`: "file" is a full path, None for the built-in one.
+    The tokenizer is `load_recorded(info)`: "file" is a full path, None for the built-in one.
     """
     uri = _intact_alone(uri)
     info = read_info(uri)

@@ -344,6 +344,8 @@ def test_pieces_that_are_not_learned_need_a_mask(tmp_path, no_ray):
     with pytest.raises(ConfigError, match=told):
         prepare(config, str(tmp_path / "out"))
     files, _ = look_through(config.parts)
-    plan = LivePlan(tuple(files), tuple(config.parts), (((Slice(0, 0, None),),),), (1.0,), "byte", width=4, seed=0)
+    plan = LivePlan(
+        tuple(files), tuple(config.parts), (((Slice(0, 0, None),),),), (1.0,), {"file": None}, width=4, seed=0
+    )
     with pytest.raises(ConfigError, match=told):
         next(live_batches(plan, position=0, global_batch_size=1, first=0, last=1, cursors={}))

@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 import tiktoken
 from tokenizers import Tokenizer as HubFile
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lt2.config import ConfigError
-from lt2_platform.data.tokenizers.tokenize import LLAMA3_PATTERN, LLAMA3_SPECIALS, describe, encode, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import (
+    LLAMA3_PATTERN,
+    LLAMA3_SPECIALS,
+    describe,
+    encode,
+    load_recorded,
+    load_tokenizer,
+)
 from lt2_platform.data.tokenizers.tokenizer_json import write_tokenizer_json
 from lt2_platform.storage import Storage
 
@@ -122,6 +130,28 @@ def test_hub_specials_come_from_the_settings_beside_it(hub_path, tmp_path):
     usual, named = load_tokenizer(str(hub_path)), load_tokenizer(str(tmp_path / "tokenizer.json"))
     assert (usual.bos_id, usual.eos_id) == (0, 1)
     assert named.eos_id == 0
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+@pytest.mark.parametrize("begins", [True, False])
+def test_texts_of_others_models_begin_with_bos_where_transformers_begins_them_so(
+    hub_path, tmp_path, begins, add_bos_token
+):
+    file = HubFile.from_file(str(hub_path))
+    if begins:
+        file.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=file, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    if add_bos_token is not None:
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"add_bos_token": add_bos_token}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert encode(ours, "a loop") == theirs("a loop").input_ids
+    assert ours.bos_id == (0 if begins else None)
+    recorded = {"file": str(tmp_path / "tokenizer.json"), "bos_id": 0}  # made when every text began with BOS
+    assert encode(load_recorded(recorded), "a loop") == [0, *encode(ours, "a loop", bos=False)]
+    assert encode(load_recorded(recorded | {"bos_id": None}), "a loop") == encode(ours, "a loop", bos=False)
+    assert load_tokenizer(recorded["file"]).bos_id == ours.bos_id
 
 
 def test_reads_s3(hub_path, s3_root):
