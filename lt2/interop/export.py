@@ -41,6 +41,7 @@ def export_checkpoint(
     tokenizer: Any | None = None,
     bos_id: int | None = None,
     eos_id: int | None = None,
+    begin: bool = True,
     stop_ids: Sequence[int] = (),
     dtype: torch.dtype | None = None,
     lengths: tuple[int, ...] = LENGTHS,
@@ -50,7 +51,8 @@ def export_checkpoint(
     """Write model to a new folder in the Hugging Face layout and certify it; returns the passed checks.
 
     tokenizer: an object with save_pretrained, or the path of a tokenizer file or folder; a tokenizer.json without a
-    tokenizer_config.json is told to begin texts with bos_id (`name_special_tokens`), all else is copied as it is.
+    tokenizer_config.json is told to begin texts with bos_id if `begin` (`name_special_tokens`), all else is copied as
+    it is.
     stop_ids: tokens besides eos_id at which `generate()` ends, such as a chat template's end of turn.
     dtype: convert weights first (decays stay fp32); None keeps each parameter's own. device: where certification runs.
     source: where the model comes from, as JSON; the certificate records it.
@@ -70,7 +72,7 @@ def export_checkpoint(
         write_model(model, staged, bos_id, eos_id, stop_ids)
         if tokenizer is not None:
             write_tokenizer(tokenizer, staged)
-            name_special_tokens(staged, bos_id=bos_id, eos_id=eos_id)
+            name_special_tokens(staged, bos_id=bos_id, eos_id=eos_id, begin=begin)
         checks = certify(model, load_wrapped(staged), lengths=lengths, device=device)
         failed = [check for check in checks if not check.passed]
         if failed:
@@ -142,8 +144,8 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
         shutil.copy(file, folder / file.name)
 
 
-def name_special_tokens(folder: Path, *, bos_id: int | None, eos_id: int | None) -> None:
-    """Have `AutoTokenizer` know BOS and EOS, and begin every text with BOS, as training and `lt2 generate` do.
+def name_special_tokens(folder: Path, *, bos_id: int | None, eos_id: int | None, begin: bool) -> None:
+    """Have `AutoTokenizer` know BOS and EOS and, with `begin`, begin every text with BOS, as training does then.
 
     Only for a tokenizer.json that came without a tokenizer_config.json: that says such things itself.
     """
@@ -154,10 +156,10 @@ def name_special_tokens(folder: Path, *, bos_id: int | None, eos_id: int | None)
 
     tokenizer = Tokenizer.from_file(str(file))
     bos, eos = (None if index is None else tokenizer.id_to_token(index) for index in (bos_id, eos_id))
-    if bos is not None and tokenizer.encode("a").ids[:1] != [bos_id]:
-        begin = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)])
+    if begin and bos is not None and tokenizer.encode("a").ids[:1] != [bos_id]:
+        first = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)])
         before = tokenizer.post_processor
-        tokenizer.post_processor = begin if before is None else processors.Sequence([before, begin])
+        tokenizer.post_processor = first if before is None else processors.Sequence([before, first])
         tokenizer.save(str(file))
     special = {"bos_token": bos, "eos_token": eos, "pad_token": eos}
     named = {name: token for name, token in special.items() if token is not None}

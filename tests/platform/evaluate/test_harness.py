@@ -87,6 +87,10 @@ def test_a_context_of_spaces_is_an_empty_one_with_and_without_bos(tmp_path, monk
     assert first == second
     assert first[0] == pytest.approx(loglikelihood(model(), [BOS], b" a"), rel=1e-5)
     monkeypatch.setattr(ByteTokenizer, "bos_id", None)
+    first, second = harness(tmp_path / "unbegun", model()).loglikelihood(asked("loglikelihood", *texts))
+    assert first == second
+    assert first[0] == pytest.approx(loglikelihood(model(), [BOS], b" a"), rel=1e-5)  # as lm-eval asks such models
+    monkeypatch.setattr(ByteTokenizer, "prefix_id", None)
     first, second = harness(tmp_path / "none", model()).loglikelihood(asked("loglikelihood", *texts))
     assert first == second
     assert first[0] == pytest.approx(loglikelihood(model(), [EOS], b" a"), rel=1e-5)

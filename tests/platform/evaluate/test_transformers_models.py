@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lt2.config import ConfigError
 from lt2.interop.export import export_checkpoint
-from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, describe, load_tokenizer
+from lt2_platform.data.tokenizers.tokenize import ByteTokenizer, describe, load_tokenizer, tokenizer_files
 from lt2_platform.evaluate.checkpoints import evaluate_anything
 from lt2_platform.evaluate.config import HarnessConfig
 from lt2_platform.evaluate.harness.chat import chat_of
@@ -179,16 +179,22 @@ def test_a_folder_without_a_tokenizer_says_what_to_evaluate_instead(tmp_path):
         FolderTokenizer.load(str(tmp_path), None)
 
 
-def test_an_exported_folder_gives_the_numbers_of_its_checkpoint(tmp_path):
-    """Needles beyond its length included, by a pack made for the tokenizer.json that the checkpoint has."""
+@pytest.mark.parametrize("begin", [True, False])
+def test_an_exported_folder_gives_the_numbers_of_its_checkpoint(tmp_path, begin):
+    """Needles beyond its length included, by a pack made for the tokenizer.json that the checkpoint has; for models
+    whose texts begin with BOS, and for those whose texts do not, as their own tokenizer had it."""
     file = tmp_path / "tokenizer.json"
     byte_level(bos=False).save(str(file))
+    if not begin:
+        PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(file))
+    assert (tokenizer.bos_id is not None) == begin
     net = model(max_seq_len=512, vocab_size=258)
     record = {**describe(tokenizer), "file": "tokenizer/tokenizer.json"}
-    checkpoint = save(tmp_path / "run", net, tokenizer=record, files={record["file"]: file.read_bytes()})
+    checkpoint = save(tmp_path / "run", net, tokenizer=record, files=tokenizer_files(str(file)))
     folder = tmp_path / "export"
-    export_checkpoint(net, folder, tokenizer=str(file), bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
+    named = {"bos_id": tokenizer.prefix_id, "eos_id": tokenizer.eos_id, "begin": begin}
+    export_checkpoint(net, folder, tokenizer=str(file), **named)
     pack = str(tmp_path / "pack")
     packs.build(pack, write(tmp_path / "data", arc_easy=arc(), mine=choices()))
     made = pa.Table.from_pylist(needles.make("niah_single_1", tokenizer, 900, samples=2))
@@ -206,7 +212,9 @@ def test_an_exported_folder_gives_the_numbers_of_its_checkpoint(tmp_path):
     assert {row["task"] for row in found[1][0]} == {"arc_easy", "mine", "niah_single_1_900"}
     assert not [row for row in found[1][0] if row["metric"] == "context_cut"]
     vocabulary = packs.read_manifest(pack)["tasks"]["niah_single_1_900"]["tokenizer"]["vocabulary"]
-    assert vocabulary == ModelSource(str(folder)).load_tokenizer().vocabulary == tokenizer.vocabulary
+    exported = ModelSource(str(folder)).load_tokenizer()
+    assert vocabulary == exported.vocabulary == tokenizer.vocabulary
+    assert exported.prefix_id == tokenizer.prefix_id == 256
 
 
 def test_a_folder_whose_weights_are_cut_is_named(tmp_path):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lt2_workflows.commands.models import check_writable, find_checkpoint
 from lt2_workflows.commands.options import CheckpointArgument, StorageOption, check_template
+
+if TYPE_CHECKING:
+    from lt2_platform.data.tokenizers.tokenize import Tokenizer
 
 
 def _verify(folder: Path | None) -> None:
@@ -49,6 +52,7 @@ def export(
     from lt2.config import ConfigError
     from lt2.interop.export import export_checkpoint
     from lt2.layout import loops_text
+    from lt2_platform.data.tokenizers.tokenize import load_recorded
     from lt2_platform.data.tokenizers.tokenizer_json import write_tokenizer_json
     from lt2_platform.machine.devices import this_device
     from lt2_platform.storage import Storage
@@ -66,20 +70,22 @@ def export(
     info = read_info(place)
     known = tokenizer.get("chat_templates", [])
     chosen = template or (known[0] if len(known) == 1 else None)
+    loaded = load_recorded(tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
         files = Path(scratch)
         stop_ids, chat = [], ""
         if tokenizer["file"]:
             write_tokenizer_json(tokenizer["file"], files)
             if chosen is not None:
-                stop_ids, chat = write_chat_template(chosen, tokenizer, files)
+                stop_ids, chat = write_chat_template(chosen, loaded, files)
             elif known:
                 chat = f"no chat template is written: it was trained on {', '.join(known)}; --template NAME writes one"
         checks = export_checkpoint(
             model,
             folder,
             tokenizer=files if tokenizer["file"] else None,
-            bos_id=tokenizer["bos_id"],
+            bos_id=loaded.prefix_id,
+            begin=loaded.bos_id is not None,
             eos_id=tokenizer["eos_id"],
             stop_ids=stop_ids,
             dtype=dtypes[dtype],
@@ -100,13 +106,11 @@ def export(
         typer.echo(chat)
 
 
-def write_chat_template(template: str, record: dict[str, Any], files: Path) -> tuple[list[int], str]:
+def write_chat_template(template: str, tokenizer: Tokenizer, files: Path) -> tuple[list[int], str]:
     """Add it to the tokenizer's files; returns at which tokens an answer ends, and what to tell the user."""
     from lt2_platform.data.sources.documents import end_of_answer
     from lt2_platform.data.tokenizers.chat_template import FILE, add_chat_template
-    from lt2_platform.data.tokenizers.tokenize import load_recorded
 
-    tokenizer = load_recorded(record)
     end = end_of_answer(template)
     stop = tokenizer.special_id(end.text) if end.special else None
     if add_chat_template(template, tokenizer, files):

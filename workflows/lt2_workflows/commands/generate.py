@@ -56,7 +56,7 @@ def generate(
     from lt2_platform.data.tokenizers.tokenize import encode, load_recorded
     from lt2_platform.data.units import encode_documents
     from lt2_platform.storage import Storage
-    from lt2_platform.train.checkpoints.checkpoint import load_model
+    from lt2_platform.train.checkpoints.checkpoint import load_model, read_info, resolve
 
     where = chosen_device(device)
     if system and not (chat or template):
@@ -64,8 +64,10 @@ def generate(
     if loops is not None and exit_threshold is not None:
         raise ConfigError("give --loops (no early exit) or --exit-threshold, not both")
     check_template(template)
-    model, _, info = load_model(find_checkpoint(Storage(storage), checkpoint))
-    template = chat_template(checkpoint, info.get("chat_templates", []), chat=chat, named=template)
+    place = find_checkpoint(Storage(storage), checkpoint)
+    trained_on = read_info(resolve(place)).tokenizer.get("chat_templates", [])
+    template = chat_template(checkpoint, trained_on, chat=chat, named=template)
+    model, _, info = load_model(place)
     if where == "cuda":
         model = model.to("cuda", torch.bfloat16)
         merge_projections(model)

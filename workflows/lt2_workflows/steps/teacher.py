@@ -18,6 +18,7 @@ from lt2_platform.wording import amount
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Resources, StepConfig, digest, step_type
+from lt2_workflows.provenance import log_model
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
 
@@ -85,10 +86,22 @@ def describe_import(config: ImportModelStep, context: StepContext) -> str:
 @step_type(ImportModelStep, describe=describe_import, places=import_places)
 @step_type(ImportOuroStep, describe=describe_import, places=import_places)
 def run_import(config: ImportModelStep, context: StepContext) -> dict[str, Any]:
-    """Result: {"run", "step", "position", "tokens", "loss"}."""
+    """Result: {"run", "step", "position", "tokens", "loss"}. The results store has the model's settings."""
     from lt2_platform.distill.teacher import store_pretrained
+    from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
 
-    return {"run": context.run_id} | store_pretrained(config.folder, context.out, tokenizer=config.tokenizer)
+    result = store_pretrained(config.folder, context.out, tokenizer=config.tokenizer)
+    info = read_info(resolve(context.out))
+    settings = {
+        "model": info.model.model_dump(mode="json"),
+        "imported": {
+            "folder": config.folder,
+            "model_type": info.train["imported"]["model_type"],
+            "weights": info.train["weights"][:16],
+        },
+    }
+    log_model(context.storage, context.run_id, settings, workflow=context.workflow.id, step=context.step.id)
+    return {"run": context.run_id} | result
 
 
 class TopKResources(Resources):

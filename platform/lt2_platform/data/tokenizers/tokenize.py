@@ -42,8 +42,9 @@ _LONG_RUN = re.compile(r"\s{1,25000}|\S{1,25000}")
 class Tokenizer(Protocol):
     """What the rest of LT2 asks of a tokenizer.
 
-    `sha256` identifies it, for a tokenizer.json by the file's bytes; `vocabulary` is a hash of what its ids mean, equal
-    for a tokenizer.json and for the folder of transformers that has it.
+    Texts begin with `bos_id`, if it is there; `prefix_id` is what stands for no text at all, or None for EOS. `sha256`
+    identifies it, for a tokenizer.json by the file's bytes; `vocabulary` is a hash of what its ids mean, equal for a
+    tokenizer.json and for the folder of transformers that has it.
     """
 
     name: str
@@ -57,6 +58,9 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None: ...
+
+    @property
+    def prefix_id(self) -> int | None: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, (n,) uint32, without BOS or EOS."""
@@ -182,7 +186,7 @@ class ByteTokenizer:
     name = "byte"
     sha256 = hashlib.sha256(b"lt2 byte tokenizer 1: 256 bytes, bos 256, eos 257, pad 258").hexdigest()
     vocabulary = sha256
-    vocab_size, bos_id, eos_id, pad_id = 259, 256, 257, 258
+    vocab_size, bos_id, prefix_id, eos_id, pad_id = 259, 256, 256, 257, 258
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
@@ -205,7 +209,8 @@ class Llama3Tokenizer:
         self.name = name
         self.sha256 = hashlib.sha256(b"".join(base64.b64encode(token) + b"\n" for token in ranks)).hexdigest()
         self.vocab_size = LLAMA3_RANKS + len(specials)
-        self.bos_id, self.eos_id = specials["<|begin_of_text|>"], specials["<|end_of_text|>"]
+        self.bos_id = self.prefix_id = specials["<|begin_of_text|>"]
+        self.eos_id = specials["<|end_of_text|>"]
         self.pad_id = self.eos_id
         self.ranks, self.specials = ranks, specials
         self._encoding = tiktoken.Encoding(
@@ -260,7 +265,7 @@ class HubTokenizer:
     """A `tokenizers` file; BOS and EOS come from tokenizer_config.json beside it, else from their usual names.
 
     Texts of a model of others begin with BOS (`bos_id`) only where transformers would begin them so: models trained
-    without it are worse with it. `prefix_id` is BOS in any case, for what has nothing else before it.
+    without it are worse with it. `prefix_id` is BOS in any case.
     """
 
     _BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]")

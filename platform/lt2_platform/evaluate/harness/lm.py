@@ -63,7 +63,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        prefix = getattr(self.text_tokenizer, "prefix_id", self.text_tokenizer.bos_id)
+        prefix = self.text_tokenizer.prefix_id
         return self.eot_token_id if prefix is None else prefix
 
     @property
