@@ -125,6 +125,13 @@ def check_start(student: LoopedLM, source: LoopedLM) -> None:
             raise ConfigError(f"cannot start from this model: {lacking}")
     layout = student.config.layout
     for layer, (ours, block) in enumerate(zip(cast(list[Block], student.blocks), cast(list[Block], source.blocks))):
+        for kind in sorted(ours.mixers.keys() & block.mixers.keys()):  # or it is another function than was trained
+            here, there = ({name for name, _ in each.mixers[kind].named_parameters()} for each in (ours, block))
+            for name in sorted(here ^ there):
+                lacking = f"{name} of {kind} {'there' if name in here else 'here'}"
+                raise ConfigError(
+                    f"cannot start from this model: layer {layer} has no {lacking}; give both mixers the same settings"
+                )
         new = ours.mixers.keys() - block.mixers.keys()
         if isinstance(layout, KeptLayout) and layout.attention.weights in new:
             raise ConfigError(
@@ -148,7 +155,8 @@ def _why(student: LoopedLM, source: LoopedLM) -> str:
 
 @torch.no_grad()
 def start_mixer(mixer: Any, attention: Any, kind: str) -> None:
-    """Copy q, k, v and o of `attention` into a new mixer, each where the shapes fit; what does not fit is said once."""
+    """Copy q, k, v and o of `attention` into a new mixer, each where the shapes fit, without their biases; what is left
+    out is said once."""
     left = []
     found = {fused: heads for fused in FUSED if (heads := fused_heads(mixer, fused))}
     for fused, (H, K, V) in found.items():
@@ -167,8 +175,11 @@ def start_mixer(mixer: Any, attention: Any, kind: str) -> None:
         left.append("o_proj")
     if not found:
         left += ["q_proj", "k_proj", "v_proj"]
+    device = str(next(mixer.parameters()).device)
+    projections = {name: getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    if biased := [name for name, layer in projections.items() if getattr(layer, "bias", None) is not None]:
+        announce(f"conversion to {kind}", device, f"no biases of {', '.join(biased)}", "it has no place for them")
     if left:
-        device = str(next(mixer.parameters()).device)
         why = (
             "the attention's shapes do not fit"
             if attention is not None

@@ -58,8 +58,8 @@ def config_to_ouro(config: ModelConfig) -> dict[str, Any]:
         "loop_residual off": not config.loop_residual,
         "an exit gate": isinstance(config.halting, ExitGate),
     }
-    plain = full is not None and full.rope and full.gate is None and not full.qk_norm
-    needs["attention with rotary positions, no output gate and no q/k norm"] = plain
+    plain = full is not None and full.rope and full.gate is None and full.bias is None and not full.qk_norm
+    needs["attention with rotary positions, no output gate, no biases and no q/k norm"] = plain
     missing = [name for name, met in needs.items() if not met]
     if missing or full is None or not isinstance(config.halting, ExitGate):
         raise ConfigError(f"not an Ouro architecture, which needs {'; '.join(missing)}")

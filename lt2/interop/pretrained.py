@@ -16,6 +16,7 @@ FAMILIES = {
     "ouro": config_from_ouro,
     "llama": config_from_llama,
     "mistral": config_from_llama,
+    "qwen2": config_from_llama,
     "qwen3": config_from_llama,
 }
 """model_type -> our config of a config.json."""

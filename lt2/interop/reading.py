@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,20 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return _json_object(file)
 
 
-def model_config(stored: dict[str, Any], kind: str, *, attention: dict[str, Any], **ours: Any) -> ModelConfig:
-    """Our config of a config.json of the Llama kind: its sizes, one attention in every layer, and `ours`.
+def model_config(
+    stored: dict[str, Any],
+    kind: str,
+    *,
+    attention: dict[str, Any],
+    window: int | None = None,
+    full_layers: Collection[int] = (),
+    read: Collection[str] = (),
+    **ours: Any,
+) -> ModelConfig:
+    """Our config of a config.json of the Llama kind: its sizes, its attention, and `ours`.
+
+    attention: what it has in every layer. window: how many tokens it sees, outside `full_layers`. read: settings that
+    the caller has understood, of those that are refused otherwise.
 
     Raises:
         ConfigError: sizes that are missing or impossible, or a setting whose computation we do not have.
@@ -71,21 +83,25 @@ def model_config(stored: dict[str, Any], kind: str, *, attention: dict[str, Any]
         "attention_bias": stored.get("attention_bias", False),
         "mlp_bias": stored.get("mlp_bias", False),
     }
-    wrong = [f"{name}={stored.get(name)!r}" for name, bad in unsupported.items() if bad]
+    wrong = [f"{name}={stored.get(name)!r}" for name, bad in unsupported.items() if bad and name not in read]
     if wrong:
-        raise ConfigError(f"{kind} config has {', '.join(wrong)}; only plain full attention with SiLU can be imported")
+        raise ConfigError(f"{kind} config has {', '.join(wrong)}, which cannot be imported")
     heads = stored["num_attention_heads"]
-    shape = {
+    full = {
         "type": "full",
         "num_kv_heads": stored.get("num_key_value_heads") or heads,
         "head_dim": stored.get("head_dim") or stored["hidden_size"] // heads,
-    }
+    } | attention
+    windowed = full if window is None else full | {"type": "window", "window": window}
+    layout = {"type": "uniform", "mixer": windowed}
+    if window is not None and full_layers:
+        layout = {"type": "kept", "attention": full, "mixer": windowed, "kept": tuple(full_layers)}
     fields = {
         "vocab_size": stored["vocab_size"],
         "dim": stored["hidden_size"],
         "n_layers": stored["num_hidden_layers"],
         "num_heads": heads,
-        "layout": {"type": "uniform", "mixer": shape | attention},
+        "layout": layout,
         "ffn_hidden": stored["intermediate_size"],
         "norm_eps": stored.get("rms_norm_eps", 1e-6),
         "tie_embeddings": stored.get("tie_word_embeddings", False),

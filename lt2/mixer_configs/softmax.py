@@ -10,7 +10,10 @@ from lt2.config import CacheSpec, Dims, MixerConfig
 
 
 class SoftmaxConfig(MixerConfig):
-    """Fields shared by full and window attention, which run on the same weights."""
+    """Fields shared by full and window attention, which run on the same weights.
+
+    bias: which projections have one, q, k and v ("qkv") or the output's too ("qkvo").
+    """
 
     module: ClassVar[str] = "lt2.mixers.attention:Attention"
     weights: ClassVar[str] = "softmax"
@@ -22,6 +25,7 @@ class SoftmaxConfig(MixerConfig):
     rope: bool = True
     qk_norm: bool = False
     gate: Literal["elementwise", "headwise"] | None = None
+    bias: Literal["qkv", "qkvo"] | None = None
 
     def heads(self, dims: Dims) -> tuple[int, int, int]:
         """(num_heads, num_kv_heads, head_dim)."""

@@ -19,15 +19,15 @@ from lt2.sequence import SequenceInfo, rotate
 
 
 class Attention(nn.Module):
-    """MHA/GQA with rotary positions, optional q/k RMSNorm and the SDPA output gate (paper §3.4)."""
+    """MHA/GQA with rotary positions, optional q/k RMSNorm, biases and the SDPA output gate (paper §3.4)."""
 
     def __init__(self, config: SoftmaxConfig, dims: Dims):
         super().__init__()
         H, G, E = self.heads = config.heads(dims)
-        self.q_proj = nn.Linear(dims.dim, H * E, bias=False)
-        self.k_proj = nn.Linear(dims.dim, G * E, bias=False)
-        self.v_proj = nn.Linear(dims.dim, G * E, bias=False)
-        self.o_proj = nn.Linear(H * E, dims.dim, bias=False)
+        self.q_proj = nn.Linear(dims.dim, H * E, bias=config.bias is not None)
+        self.k_proj = nn.Linear(dims.dim, G * E, bias=config.bias is not None)
+        self.v_proj = nn.Linear(dims.dim, G * E, bias=config.bias is not None)
+        self.o_proj = nn.Linear(H * E, dims.dim, bias=config.bias == "qkvo")
         self.q_norm = RMSNorm(E, eps=dims.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(E, eps=dims.norm_eps) if config.qk_norm else None
         self.gate_proj = None if config.gate is None else OutputGate(config.gate, dims.dim, H, E)

@@ -55,10 +55,10 @@ class SparseAttention(nn.Module):
     def __init__(self, config: DSAConfig, dims: Dims):
         super().__init__()
         H, G, E = self.heads = config.heads(dims)
-        self.q_proj = nn.Linear(dims.dim, H * E, bias=False)
-        self.k_proj = nn.Linear(dims.dim, G * E, bias=False)
-        self.v_proj = nn.Linear(dims.dim, G * E, bias=False)
-        self.o_proj = nn.Linear(H * E, dims.dim, bias=False)
+        self.q_proj = nn.Linear(dims.dim, H * E, bias=config.bias is not None)
+        self.k_proj = nn.Linear(dims.dim, G * E, bias=config.bias is not None)
+        self.v_proj = nn.Linear(dims.dim, G * E, bias=config.bias is not None)
+        self.o_proj = nn.Linear(H * E, dims.dim, bias=config.bias == "qkvo")
         self.q_norm = RMSNorm(E, eps=dims.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(E, eps=dims.norm_eps) if config.qk_norm else None
         self.gate_proj = None if config.gate is None else OutputGate(config.gate, dims.dim, H, E)

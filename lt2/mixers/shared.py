@@ -9,19 +9,25 @@ from torch.nn import functional as F
 
 
 class SharedRows(nn.Module):
-    """The linear map made of rows start..stop of another layer's weight, which stays the owner of the parameter."""
+    """The linear map made of rows start..stop of another layer's weight, which stays the owner of the parameter, and of
+    a bias of its own."""
 
-    def __init__(self, owner: nn.Linear, start: int, stop: int):
+    def __init__(self, owner: nn.Linear, start: int, stop: int, bias: nn.Parameter | None):
         super().__init__()
         self.owner = (owner,)  # in a tuple, so that the weight has one name in the state dict
         self.start, self.stop = start, stop
+        self.bias = bias
+
+    def reset_parameters(self) -> None:
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     @property
     def numel(self) -> int:
         return (self.stop - self.start) * self.owner[0].in_features
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.owner[0].weight[self.start : self.stop])
+        return F.linear(x, self.owner[0].weight[self.start : self.stop], self.bias)
 
 
 def fused_heads(mixer: Any, name: str) -> tuple[int, int, int] | None:
@@ -47,8 +53,9 @@ def share_projections(mixers: nn.ModuleDict) -> None:
     H, K, V = other.heads
     spans = {"q_proj": (0, H * K), "k_proj": (H * K, 2 * H * K), "v_proj": (2 * H * K, H * (2 * K + V))}
     for name, (start, stop) in spans.items():
-        if getattr(attention, name).out_features == stop - start:
-            setattr(attention, name, SharedRows(other.qkv_proj, start, stop))
+        projection = getattr(attention, name)
+        if projection.out_features == stop - start:
+            setattr(attention, name, SharedRows(other.qkv_proj, start, stop, projection.bias))
     output = getattr(other, "o_proj", None)
     if isinstance(output, nn.Linear) and attention.o_proj.weight.shape == output.weight.shape:
-        attention.o_proj = SharedRows(other.o_proj, 0, other.o_proj.out_features)
+        attention.o_proj = SharedRows(other.o_proj, 0, other.o_proj.out_features, attention.o_proj.bias)

@@ -103,8 +103,8 @@ CASES = {
     "weights above all, bf16": ({"mixer": "full", "dim": 512}, {"precision": "bf16", "global_batch_size": 1}),
     "gdn, loops": ({"n_loops": 4}, {"activation_checkpoint": "loop"}),
     "hybrid, bf16": (
-        {"layout": {"type": "hybrid", "attention": {"type": "window", "window": 32}, "mixer": {"type": "gla"},
-                    "ratio": "1:1"}},
+        {"layout": {"type": "hybrid", "attention": {"type": "window", "window": 32, "bias": "qkvo"},
+                    "mixer": {"type": "gla"}, "ratio": "1:1"}},
         {"precision": "bf16"},
     ),
     "dsa, blocks": ({"mixer": "dsa"}, {"activation_checkpoint": True}),

@@ -99,6 +99,22 @@ def test_mixer_reading_keeps_its_own_projection_where_shapes_differ():
     assert names == {"k_proj.weight", "v_proj.weight"}
 
 
+def test_attention_on_shared_projections_has_biases_of_its_own():
+    biased = model({**MIXER, "fraction": 1.0, "attention": {"type": "full", "bias": "qkvo"}})
+    plain, x = model({**MIXER, "fraction": 1.0}), tokens(2, 9)
+    names = {f"{p}_proj.bias" for p in "qkvo"}
+    assert set(biased.blocks[0].mixers["softmax"].state_dict()) == names
+    plain.load_state_dict(biased.state_dict(), strict=False)
+    assert not torch.allclose(biased(x).hidden, plain(x).hidden)
+    with torch.no_grad():
+        for block in biased.blocks:
+            for name in names:
+                block.mixers["softmax"].get_parameter(name).zero_()
+    torch.testing.assert_close(biased(x).hidden, plain(x).hidden, rtol=1e-12, atol=1e-12)
+    fresh = build(config({**MIXER, "attention": {"type": "full", "bias": "qkvo"}})).blocks[0].mixers["softmax"]
+    assert all(not parameter.any() for parameter in fresh.parameters())
+
+
 def test_only_projections_made_like_ours_are_shared():
     def found(projection, heads):
         return fused_heads(SimpleNamespace(qkv_proj=projection, heads=heads), "qkv_proj")

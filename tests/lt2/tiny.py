@@ -25,12 +25,13 @@ def config(layout: dict[str, Any] = HYBRID, **fields: Any) -> ModelConfig:
 
 
 def model(layout: dict[str, Any] = HYBRID, *, seed: int = 0, **fields: Any) -> LoopedLM:
-    """In eval mode, fp64; rho, norms, gates and the halting head are random."""
+    """In eval mode, fp64; rho, norms, gates, biases and the halting head are random."""
     net = build(config(layout, **fields), seed=seed).double().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
-            if name == "rho" or "gate_proj" in name or "norm" in name or name.startswith("halt"):
+            special = name == "rho" or name.startswith("halt") or name.endswith(".bias")
+            if special or "gate_proj" in name or "norm" in name:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return net
 

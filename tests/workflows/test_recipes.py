@@ -79,6 +79,13 @@ def test_upcycle_takes_any_model_that_can_be_imported(tmp_path):
     assert workflow.configs["align"].mixer.head_dim == 8
     plan = describe_plan(workflow, Storage(str(tmp_path / "storage")))
     assert f"{tmp_path} -> a checkpoint of 35.6k parameters in fp32" in plan
+    windows = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | about | windows))
+    looped = load_workflow(f"upcycle:{tmp_path}").configs["looped"]
+    assert (looped.model.layout.mixer.type, looped.model.layout.mixer.window) == ("window", 512)
+    (tmp_path / "config.json").write_text(json.dumps(sizes | about | windows | {"max_window_layers": 4}))
+    with pytest.raises(ConfigError, match="has a model with windows in some of its layers; only one with the same"):
+        load_workflow(f"upcycle:{tmp_path}")
     with pytest.raises(ConfigError, match="nowhere has no config.json; give the folder of a model, as in upcycle:"):
         load_workflow("upcycle:nowhere")
     (tmp_path / "config.json").write_text(json.dumps(sizes | about | {"model_type": "ouro"}))

@@ -11,15 +11,18 @@ from lt2.model import build
 from tests.lt2 import tiny
 
 GDN = MixerConfig.read({"type": "gdn", "conv_size": 0})
+BIASED = {"type": "uniform", "mixer": {"type": "full", "num_kv_heads": 1, "bias": "qkvo"}}
+WINDOWS = {"type": "uniform", "mixer": {"type": "window", "window": 4}}
 RANDOM = {"type": "random", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "fraction": 0.5}
 
 
-def teacher(**fields):
-    return tiny.model(tiny.FULL, n_layers=3, **fields)
+def teacher(layout=tiny.FULL, **fields):
+    return tiny.model(layout, n_layers=3, **fields)
 
 
-def test_with_every_layer_kept_the_student_is_the_teacher():
-    net = teacher(sandwich_norm=True, norm_each_loop=True, halting={"type": "exit_gate"})
+@pytest.mark.parametrize("layout", [tiny.FULL, BIASED, WINDOWS])
+def test_with_every_layer_kept_the_student_is_the_teacher(layout):
+    net = teacher(layout, sandwich_norm=True, norm_each_loop=True, halting={"type": "exit_gate"})
     net = net.float()  # as students are
     student = convert(net, GDN, range(3)).eval()
     ids = tiny.tokens(2, 9)
@@ -76,6 +79,21 @@ def test_what_does_not_fit_stays_as_initialised(kind):
         assert torch.equal(part, other) == (name in copied)
         if name in copied:
             assert torch.equal(part, getattr(attention, f"{name}_proj").weight.float())
+
+
+def test_biases_stay_where_attention_does_and_are_said_to_be_left_out_elsewhere(monkeypatch):
+    found = []
+    monkeypatch.setattr(student_module, "announce", lambda *message: found.append(message))
+    net = teacher(BIASED)
+    student = convert(net, GDN, (1,))
+    biases = [[name for name, _ in block.mixers.named_parameters() if "bias" in name] for block in student.blocks]
+    assert biases == [["gdn.dt_bias"], [f"softmax.{p}_proj.bias" for p in "qkvo"], ["gdn.dt_bias"]]
+    kept, theirs = (model.blocks[1].mixers["softmax"].state_dict() for model in (student, net))
+    assert all(torch.equal(kept[name], value.float()) for name, value in theirs.items())
+    new = student.blocks[0].mixers["gdn"].qkv_proj.weight.chunk(3)[0]
+    assert torch.equal(new, net.blocks[0].mixers["softmax"].q_proj.weight.float())
+    said = ("conversion to gdn", "cpu", "no biases of q_proj, k_proj, v_proj, o_proj", "it has no place for them")
+    assert found == [said] * 2
 
 
 @pytest.mark.parametrize(
@@ -166,6 +184,10 @@ def test_mistakes_are_named():
         student_config(teacher(halting={"type": "act"}).config, GDN)
     with pytest.raises(ConfigError, match="blocks.0.ffn"):
         start_from(convert(teacher(), GDN), teacher(ffn_hidden=32))
+    with pytest.raises(ConfigError, match="layer 0 has no k_proj.bias of softmax here; give both mixers the same"):
+        start_from(teacher({"type": "uniform", "mixer": {"type": "full", "num_kv_heads": 1}}), teacher(BIASED))
+    with pytest.raises(ConfigError, match="layer 0 has no k_norm.weight of softmax there"):
+        start_from(teacher({"type": "uniform", "mixer": {"type": "full", "qk_norm": True}}), teacher())
     with pytest.raises(ConfigError, match="it has 2 layers, not 3"):
         start_from(convert(teacher(), GDN), tiny.model(tiny.FULL))
 

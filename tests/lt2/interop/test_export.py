@@ -24,6 +24,7 @@ LAYOUTS = {
     "full": FULL,
     "hybrid": HYBRID,
     "window+gdn": WINDOW_GDN,
+    "biases": {"type": "kept", "attention": {"type": "full", "bias": "qkvo"}, "mixer": {"type": "gdn"}, "kept": [1]},
     "loops": {"type": "loops", "mixers": [{"type": "full"}, *({"type": "window", "window": w} for w in (6, 3))]},
     "random": {"type": "random", "attention": {"type": "full"}, "mixer": {"type": "gdn"}, "fraction": 0.5},
 }

@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from lt2.analysis.accounting import parameters
 from lt2.config import ConfigError, LinearRope, YarnRope
 from lt2.distill.student import start_from
 from lt2.interop.llama import config_from_llama
 from lt2.interop.pretrained import import_pretrained, pretrained_config
-from lt2.interop.reading import stored_tensors, weight_files
+from lt2.interop.reading import stored_key, stored_tensors, weight_files
 from lt2.interop.shards import write_safetensors
+from lt2.layout import layout
 from lt2.model import LoopedLM, build
 from lt2.sequence import slowed
 from tests.lt2.tiny import tokens
@@ -41,7 +42,21 @@ KINDS: dict[str, PreTrainedConfig] = {
     "linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "qwen3": Qwen3Config(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "llama with biases": LlamaConfig(**SIZES, attention_bias=True),
+    "qwen3 with biases": Qwen3Config(**SIZES, attention_bias=True),
+    "windows": MistralConfig(**SIZES, sliding_window=7),
+    "narrow windows": MistralConfig(**SIZES, sliding_window=2),
+    "upper windows": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "some windows": Qwen3Config(
+        **SIZES,
+        use_sliding_window=True,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
 }
+NEW = ["qwen2", "llama with biases", "windows", "narrow windows", "upper windows", "some windows"]
+"""With biases or windows: also decoded and differentiated."""
 
 
 def write(kind: str, folder: Path) -> tuple[Any, LoopedLM]:
@@ -77,6 +92,59 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path):
     ids = tokens(2, 60)
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(ours(ids).hidden), theirs(ids).logits, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", NEW)
+@torch.no_grad()
+def test_decoding_gives_the_logits_of_transformers(kind: str, tmp_path: Path):
+    theirs, ours = write(kind, tmp_path)
+    in_fp64(theirs, ours)
+    ids = tokens(2, 40)
+    whole = theirs(ids).logits
+    decoded, cache, held = [], ours.init_cache(2, 40), None
+    for piece in ids.split([12, 5, *[1] * 23], dim=1):  # a prompt in two parts, beyond the window, then token by token
+        decoded.append(ours.logits(ours(piece, cache=cache).hidden))
+        step = theirs(piece, cache=held, use_cache=True)
+        held = step.cache
+        torch.testing.assert_close(decoded[-1], step.logits, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat(decoded, 1), whole, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_gradients_are_those_of_transformers(kind: str, tmp_path: Path):
+    theirs, ours = write(kind, tmp_path)
+    in_fp64(theirs, ours)
+    ids = tokens(2, 40)
+    weights = torch.randn(2, 40, 23, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for logits in (theirs(ids).logits, ours.logits(ours(ids).hidden)):
+        (logits * weights).sum().backward()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    found = {stored_key(name): parameter.grad for name, parameter in ours.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({}, "fff"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "fff"),  # from layer 28 on
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "www"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "ffw"),
+        ({"use_sliding_window": True, "sliding_window": 127, "max_window_layers": 2}, "ffw"),
+        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2}, "fff"),  # as long as rows are
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 2}, "fff"),
+        ({"sliding_window": 8, "max_window_layers": 2}, "fff"),
+        ({"layer_types": ["full_attention"] * 3}, "fff"),
+        ({"model_type": "mistral", "sliding_window": 8}, "www"),
+        ({"model_type": "mistral", "sliding_window": 128}, "fff"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "www"),  # of 4096, where none is told
+    ],
+)
+def test_which_layers_have_windows(change: dict, layers: str):
+    config = config_from_llama(SIZES | {"model_type": "qwen2"} | change)
+    assert "".join(mixer.type[0] for mixer in layout(config)[0]) == layers
+    widths = {mixer.window for mixer in layout(config)[0] if mixer.type == "window"}
+    assert widths == ({change.get("sliding_window", 4096)} if "w" in layers else set())
 
 
 def test_a_config_says_how_long_rows_may_be_and_that_there_is_one_loop(tmp_path: Path):
@@ -122,10 +190,12 @@ def test_the_real_llama_and_qwen_have_their_published_sizes():
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
     }  # fmt: skip
     assert parameters(config_from_llama(qwen)).total == 596_049_920
-
-
-def test_a_window_as_long_as_the_rows_is_none():
-    assert config_from_llama(SIZES | {"model_type": "mistral", "sliding_window": 128}).max_seq_len == 128
+    biased = {
+        "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "use_sliding_window": False, "sliding_window": 32_768, "max_window_layers": 21,
+    }  # fmt: skip
+    assert parameters(config_from_llama(biased)).total == 494_032_768
 
 
 def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to_is_left_out(tmp_path: Path):
@@ -146,11 +216,21 @@ def test_the_rotary_table_that_old_checkpoints_hold_is_left_out(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "qwen2"}, "has a model of type 'qwen2'; only ouro, llama, mistral, qwen3 can be imported"),
-        ({"attention_bias": True}, "llama config has attention_bias=True"),
+        ({"model_type": "phi"}, "has a model of type 'phi'; only ouro, llama, mistral, qwen2, qwen3 can be imported"),
+        ({"model_type": "mistral", "attention_bias": True}, "mistral config has attention_bias=True, which cannot be"),
         ({"mlp_bias": True}, "llama config has mlp_bias=True"),
-        ({"model_type": "mistral", "sliding_window": 64}, "mistral config has sliding_window=64"),
-        ({"model_type": "mistral", "max_position_embeddings": 8192}, "mistral config has sliding_window=4096"),
+        ({"use_sliding_window": True}, "llama config has use_sliding_window=True"),
+        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 3}, "mistral config has layer_types=["),
+        ({"model_type": "mistral", "sliding_window": 0}, "mistral config: window: window is 0; it counts the token"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "no window; set use_sliding_window"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+            "qwen3 config has 2 layer_types for 3 layers; give one of each",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            "qwen3 config has layer_types chunked_attention, which cannot be imported",
+        ),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling of type 'longrope'; only linear, llama3, yarn"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling 'yarn' with mscale"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; only heads that are rotated whole"),
@@ -179,6 +259,14 @@ def test_biases_that_a_config_does_not_tell_are_refused_by_name(tmp_path: Path):
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="self_attn.q_proj.bias' is not a key of a checkpoint with this config"):
+        import_pretrained(tmp_path)
+
+
+def test_biases_that_a_config_tells_must_be_there(tmp_path: Path):
+    write("llama", tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"model_type": "qwen2"}))
+    with pytest.raises(ConfigError, match="9 keys are missing, the first 'model.layers.0.self_attn.k_proj.bias'"):
         import_pretrained(tmp_path)
 
 

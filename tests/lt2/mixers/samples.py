@@ -9,8 +9,17 @@ from lt2.config import MixerConfig, mixer_types
 
 # Fields that fit each mixer to dim 32, 2 heads and 24 tokens; one entry per variant worth a test of its own.
 FIELDS: dict[str, list[dict[str, Any]]] = {
-    "full": [{}, {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True, "gate": "elementwise"}, {"gate": "headwise"}],
-    "window": [{"window": 7}, {"window": 2}, {"window": 6, "num_kv_heads": 1, "gate": "headwise", "rope": False}],
+    "full": [
+        {},
+        {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True, "gate": "elementwise"},
+        {"gate": "headwise"},
+        {"bias": "qkvo"},
+    ],
+    "window": [
+        {"window": 7},
+        {"window": 2, "bias": "qkv"},
+        {"window": 6, "num_kv_heads": 1, "gate": "headwise", "rope": False},
+    ],
     "la": [{}, {"normalize": True}, {"feature_map": "identity", "expand_v": 1.5}],
     "retnet": [{}],
     "mamba2": [{"head_dim": 16, "d_state": 12}],
@@ -20,7 +29,7 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
     "gdn": [{}, {"expand_v": 2.0, "allow_neg_eigval": True, "head_dim": 12}, {"conv_size": 0, "use_gate": False}],
     "kda": [{}, {"expand_v": 0.5, "allow_neg_eigval": True}],
     "nsa": [{"backend": "torch", "num_heads": 4, "num_kv_heads": 2, "block_size": 4, "num_blocks": 4, "window": 5}],
-    "dsa": [{"top_k": 6, "index_heads": 2, "index_dim": 8, "index_rope_dim": 4, "num_kv_heads": 1}],
+    "dsa": [{"top_k": 6, "index_heads": 2, "index_dim": 8, "index_rope_dim": 4, "num_kv_heads": 1, "bias": "qkvo"}],
     "mla": [{"kv_rank": 12, "rope_head_dim": 4}, {"kv_rank": 12, "q_rank": 10, "rope_head_dim": 4, "gate": "headwise"}],
 }
 

@@ -90,7 +90,8 @@ def test_an_update_is_as_large_as_adamws():
 
 
 def test_linear_layers_of_blocks_take_muon_and_all_else_adamw():
-    model = tiny.model()
+    attention = {"type": "full", "bias": "qkv"}
+    model = tiny.model({**tiny.HYBRID, "attention": attention})
     optimizer = build_optimizer(model, MuonConfig(), lr=1.0)
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {names[p] for group in optimizer.param_groups if "momentum" in group for p in group["params"]}
@@ -100,7 +101,10 @@ def test_linear_layers_of_blocks_take_muon_and_all_else_adamw():
     assert {name.rsplit(".", 2)[-2] for name in taken} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "ab_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
-    assert {"embed.weight", "head.weight", "rho", "blocks.0.mixers.gdn.conv.weight"} <= rest
+    biases = {f"blocks.1.mixers.softmax.{p}_proj.bias" for p in "qkv"}
+    assert {"embed.weight", "head.weight", "rho", "blocks.0.mixers.gdn.conv.weight"} | biases <= rest
+    decayed = {names[p] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert not biases & decayed
 
 
 def test_adamw_and_muon_share_rates_and_their_scales():

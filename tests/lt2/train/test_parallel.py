@@ -108,6 +108,13 @@ CASES = {
         "run_loops": 1,
         "layout": {"type": "loops", "mixers": [{"type": "gdn"}, {"type": "full"}]},
     },
+    "biases": {
+        "n_loops": 2,
+        "micro_steps": 2,
+        "looped_lm": True,
+        "recompute": "selective",
+        "layout": {"type": "uniform", "mixer": {"type": "full", "num_kv_heads": 1, "bias": "qkvo"}},
+    },
     "T=4, plain FSDP": {"n_loops": 4, "micro_steps": 2, "keep": False},
 }
 

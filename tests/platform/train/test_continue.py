@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt2.config import ConfigError, LinearRope
+from lt2.config import ConfigError, LinearRope, UniformLayout
+from lt2.mixer_configs import FullConfig
 from lt2.model import build
 from lt2.train.loop import STOP, PreemptedError
 from lt2_platform.results.store import ResultsStore
@@ -124,8 +125,9 @@ def test_repeats_come_from_repeats(root, tmp_path):
 def test_the_origin_that_older_runs_have_stored_is_still_that_of_their_checkpoints():
     golden = checkpoint.read_info(checkpoint.resolve(str(Path(__file__).parent / "golden")))
     assert lineage(golden) == "14d2f6d306e1"
-    slow = golden.model.model_copy(update={"rope_scaling": LinearRope(factor=2.0)})
-    assert lineage(replace(golden, model=slow)) != lineage(golden)
+    for younger in ({"rope_scaling": LinearRope(factor=2.0)}, {"layout": UniformLayout(mixer=FullConfig(bias="qkv"))}):
+        changed = golden.model.model_copy(update=younger)
+        assert lineage(replace(golden, model=changed)) != lineage(golden)
 
 
 def test_what_a_checkpoint_can_be_gone_on_from(root):

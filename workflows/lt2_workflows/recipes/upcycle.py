@@ -11,7 +11,7 @@ from typing import Any
 
 from lt2.config import ConfigError, ModelConfig, UniformLayout
 from lt2.distill.select import uniform_layers
-from lt2.mixer_configs import FullConfig
+from lt2.mixer_configs import FullConfig, SoftmaxConfig
 from lt2.train.config import TrainConfig
 from lt2.train.objectives import AlignConfig, DistillConfig, NextTokenConfig
 from lt2_platform.data.sources.configs import DclmConfig
@@ -51,7 +51,7 @@ SMOLLM2_135M = ModelConfig(  # its config.json (Ben Allal et al. 2025)
 
 
 def upcycle(folder: str = SMOLLM2) -> Workflow:
-    """A pretrained transformer (upcycle:FOLDER, of Llama, Mistral or Qwen3) to a looped one, to a hybrid, on 2B tokens.
+    """A pretrained transformer (upcycle:FOLDER, of Llama, Mistral or Qwen) to a looped one, to a hybrid, on 2B tokens.
 
     1B tokens at 1, 2 and 4 loops in turn; then its attention is distilled into GDN in three of four layers (alignment,
     then logits). Each stage is evaluated beside what it came from.
@@ -62,8 +62,12 @@ def upcycle(folder: str = SMOLLM2) -> Workflow:
         raise ConfigError(f"{folder} has no config.json; give the folder of a model, as in upcycle:models/Qwen3-0.6B")
     if plain.n_loops > 1:
         raise ConfigError(f"{folder} has a model that is looped already; distil from it as distill_ouro_14b does")
-    assert isinstance(plain.layout, UniformLayout)
-    assert isinstance(plain.layout.mixer, FullConfig)
+    if not isinstance(plain.layout, UniformLayout):
+        raise ConfigError(
+            f"{folder} has a model with windows in some of its layers; only one with the same attention in every layer "
+            "can be distilled from"
+        )
+    assert isinstance(plain.layout.mixer, SoftmaxConfig)
     head_dim = plain.layout.mixer.heads(plain.dims)[2]
     mixer = NEW_MIXER.model_copy(update={"head_dim": head_dim})  # it begins as the attention's projections
     kept = uniform_layers(plain.n_layers, max(plain.n_layers // 4, 1))

@@ -24,7 +24,7 @@ from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 
 class ImportModelStep(StepConfig):
     """A model that others trained, from its folder in Hugging Face's format, as a run of ours: to be evaluated, trained
-    further (`start` of a pretrain step) or learned from. It reads Ouro, Llama, Mistral and Qwen3.
+    further (`start` of a pretrain step) or learned from. It reads Ouro, Llama, Mistral, Qwen2 and Qwen3.
 
     tokenizer: as prepare's; None takes the folder's tokenizer.json. expected: the model's config, for plans made where
     the folder is not.

@@ -13,14 +13,14 @@ from lt2_platform.train.checkpoints.integrity import CheckpointError
 WEIGHTS_ONLY = {"averaged", "imported"}
 """What the `train` record of a checkpoint without moments says of how it came to be."""
 
+YOUNGER = {"rope_scaling", "bias"}
+"""Settings of models that are younger than what runs have stored of their origins."""
+
 
 def lineage(info: CheckpointInfo) -> str:
     """12 hex digits that checkpoints share which differ in their seeds only, and in those of what they come from."""
-    model = info.model.model_dump(mode="json")
-    if model["rope_scaling"] is None:  # a field younger than what runs have stored of their origins
-        del model["rope_scaling"]
     record = {
-        "model": model,
+        "model": _without_unset(info.model.model_dump(mode="json"), YOUNGER),
         "train": {key: value for key, value in info.train.items() if key not in SEEDS},
         "step": info.state.step,
         "tokenizer": info.tokenizer.get("sha256"),
@@ -28,6 +28,14 @@ def lineage(info: CheckpointInfo) -> str:
         "sources": dict(info.sources),
     }
     return sha256_of(record)[:12]
+
+
+def _without_unset(value: Any, names: set[str]) -> Any:
+    """A JSON value without those of its keys, at any depth, that are in `names` and None."""
+    if isinstance(value, dict):
+        kept = {key: each for key, each in value.items() if each is not None or key not in names}
+        return {key: _without_unset(each, names) for key, each in kept.items()}
+    return [_without_unset(each, names) for each in value] if isinstance(value, list) else value
 
 
 def check_matches(
