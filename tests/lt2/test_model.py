@@ -216,7 +216,7 @@ def test_short_convolutions_start_even_within_the_root_of_their_size():
         assert 0.3 < float(found.max()) <= 1 / 3
 
 
-def test_biases_are_where_fla_has_them():
+def test_biases_are_where_fla_has_them_or_where_they_are_asked_for():
     biases: dict[str, set[str]] = {
         "mamba2": {"conv.bias", "dt_bias"},
         "gdn": {"dt_bias"},
@@ -229,7 +229,8 @@ def test_biases_are_where_fla_has_them():
             net = LoopedLM(sample.config)
         prefix = f"blocks.0.mixers.{sample.mixer.weights}."
         found = {name for name in net.state_dict() if name.endswith("bias") and not name.startswith("blocks.1.")}
-        assert found == {prefix + name for name in biases.get(sample.mixer.type, ())}
+        asked = {f"{projection}_proj.bias" for projection in getattr(sample.mixer, "bias", None) or ""}
+        assert found == {prefix + name for name in biases.get(sample.mixer.type, set()) | asked}
 
 
 def test_a_time_step_starts_as_it_was_drawn():

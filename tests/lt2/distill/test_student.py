@@ -180,6 +180,9 @@ def test_mistakes_are_named():
         student_config(config, MixerConfig.read({"type": "window"}))
     with pytest.raises(ConfigError, match="the teacher has layout 'hybrid'"):
         student_config(tiny.model().config, GDN)
+    some = {"type": "kept", "attention": {"type": "full"}, "mixer": WINDOWS["mixer"], "kept": [0]}
+    with pytest.raises(ConfigError, match="the teacher has layout 'kept'; distil from one with the same attention"):
+        student_config(teacher(some).config, GDN)
     with pytest.raises(ConfigError, match="halting type 'act'"):
         student_config(teacher(halting={"type": "act"}).config, GDN)
     with pytest.raises(ConfigError, match="blocks.0.ffn"):
