@@ -7,11 +7,12 @@ from typing import Any
 from lt2.layout import loops_text
 from lt2_dashboards.figures.figure import Figure, rounded
 from lt2_dashboards.figures.parts.names import told_apart
-from lt2_dashboards.figures.parts.series import Panel, at_length, by_length, line, panels
+from lt2_dashboards.figures.parts.series import Panel, at_length, by_length, line, panels, whiskers
 from lt2_dashboards.figures.parts.store import rows_of
 from lt2_dashboards.figures.parts.texts import text_notes
 from lt2_dashboards.queries import Source
 from lt2_platform.evaluate.repeats import at_own_depth, counting
+from lt2_platform.evaluate.spans import difference
 from lt2_platform.results.store import RunInfo
 from lt2_platform.wording import first_of
 
@@ -41,10 +42,10 @@ def positions(
     for run in shown:
         for depth, curve in _curves(by_run[run], None if depths else infos.get(run)).items():
             drawn[f"{names[run]}: {loops_text(*depth)}" if depths else names[run]] = curve
-            table += [
-                [run, loops_text(*depth), row["first"], last, row["value"], row.get("stderr"), row.get("n")]
-                for last, row in curve.items()
-            ]
+            apart = _apart(curve, next(iter(drawn.values()))) if len(drawn) > 1 else {}
+            for last, row in curve.items():
+                line_of = [run, loops_text(*depth), row["first"], last, row["value"], row.get("stderr"), row.get("n")]
+                table.append([*line_of, *apart.get(last, (None, None))])
     ends = [last for curve in drawn.values() for last in curve]
     axis = by_length("position in the document", ends)
     trained = {_trained_at(infos[run]) for run in shown if run in infos}
@@ -57,7 +58,10 @@ def positions(
         marks = {"markLine": {"data": [{"xAxis": at_length(n)} for n in beyond]}} if beyond and not position else {}
         style = {"showSymbol": True, "symbolSize": 5}
         upper.series.append(line(label, data, position, **style, **marks))
-        lower.series.append(line(label, _apart(curve, drawn[reference]), position, **style))
+        apart = {at_length(last): found for last, found in _apart(curve, drawn[reference]).items()}
+        ends = [([at, value - error], [at, value + error]) for at, (value, error) in apart.items() if error]
+        lower.series += whiskers(label, ends, position)
+        lower.series.append(line(label, [[at, rounded(value)] for at, (value, _) in apart.items()], position, **style))
     notes = [
         "A point is the mean over the positions since the previous point. All positions come from the same spans of "
         "text, each read from its beginning. The paper has no such figure.",
@@ -66,16 +70,19 @@ def positions(
     ]
     if others := [series["name"] for series in lower.series if not series["data"]]:
         notes.append(f"Evaluated on other spans than {reference}, so not in the lower chart: {first_of(others)}.")
-    if len(drawn) > 1:
+    if any(row[-1] for row in table):
         notes.append(
-            "Standard errors in the table are of each line by itself. Those of the differences are not stored: of the "
-            "same text, they are usually much smaller."
+            f"Whiskers: one standard error of the distance from {reference}, over groups of the same spans. Results "
+            "from before these were stored have none; measure them again (lt2 positions RUN)."
         )
     option = panels([upper, lower] if len(drawn) > 1 else [upper], columns=1)
     option["empty"] = None if drawn else _nothing(source, task)
     columns = ["run", "depth", "first position", "last position", "loss (nats per token)", "standard error", "tokens"]
+    columns += [f"above {reference}", "its standard error"] if len(drawn) > 1 else []
     produce = "" if drawn else "lt2 positions RUN, or a positions task of an evaluate step"
-    return Figure("Loss by position", option, columns, lambda: table, notes, produce=produce)
+    return Figure(
+        "Loss by position", option, columns, lambda: [row[: len(columns)] for row in table], notes, produce=produce
+    )
 
 
 def _curves(rows: list[Row], trained: RunInfo | None) -> dict[Depth, Curve]:
@@ -95,14 +102,15 @@ def _of_one_evaluation(rows: list[Row]) -> Curve:
     return dict(sorted(counting((row["position"], row) for row in kept).items()))
 
 
-def _apart(curve: Curve, reference: Curve) -> list[list[Any]]:
-    """How far a curve is above another where both are of the same spans."""
-    pairs = ((last, curve[last], reference[last]) for last in curve if last in reference)
-    return [
-        [at_length(last), rounded(row["value"] - other["value"])]
-        for last, row, other in pairs
-        if all(row.get(key) == other.get(key) for key in ("data", "length", "n"))
-    ]
+def _apart(curve: Curve, reference: Curve) -> dict[int, tuple[float, float | None]]:
+    """How far a curve is above another where both are of the same spans, and the standard error if that is known."""
+    found = {}
+    for last in curve.keys() & reference.keys():
+        row, other = curve[last], reference[last]
+        if all(row.get(key) == other.get(key) for key in ("data", "length", "n")):
+            paired = difference(other.get("groups", ""), row.get("groups", "")) or {}
+            found[last] = row["value"] - other["value"], paired.get("stderr")
+    return dict(sorted(found.items()))
 
 
 def _trained_at(run: RunInfo) -> int | None:

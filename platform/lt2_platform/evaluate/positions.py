@@ -23,6 +23,7 @@ from lt2.train.loss import IGNORE, chunked_cross_entropy, next_token_targets
 from lt2.voting import mean_probability, voted_logprobs
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.evaluate.config import PositionsConfig
+from lt2_platform.evaluate.spans import grouped, mean_of_spans
 from lt2_platform.evaluate.tasks import TaskContext
 from lt2_platform.evaluate.validation import check_tokens, chunks, held_out_rows, said_of
 
@@ -33,7 +34,8 @@ ENOUGH = 32  # spans
 
 def positions_rows(config: PositionsConfig, model: LoopedLM, context: TaskContext) -> list[dict[str, Any]]:
     """The task "positions": `loss` over all positions, `late_loss` over the second half of them, and `loss` at each
-    octave of positions, whose rows say its `first` and its last `position`, counted from 1.
+    octave of positions, whose rows say its `first` and its last `position`, counted from 1, and have the `groups` of
+    spans that `spans.difference` takes.
 
     The standard error is over spans, whose tokens are not independent; `n` counts tokens.
 
@@ -55,11 +57,14 @@ def positions_rows(config: PositionsConfig, model: LoopedLM, context: TaskContex
         raise ConfigError(too_short(dataset, config, length))
     nats, tokens = torch.cat(sums, 1).numpy()  # (S, parts) each
     more = {"unit": "nats/token", "length": length, **said_of(model, dataset)}
-    return [
-        {"metric": metric, **mean_of_spans(nats[:, place], tokens[:, place]), **where, **more}
-        for place, (metric, _, _, where) in enumerate(parts)
-        if tokens[:, place].any()  # else these are of conversations' prompts alone
-    ]
+    rows = []
+    for place, (metric, _, _, where) in enumerate(parts):
+        sums_of = nats[:, place], tokens[:, place]
+        if not sums_of[1].any():  # these are of conversations' prompts alone
+            continue
+        groups = {"groups": grouped(*sums_of)} if where else {}
+        rows.append({"metric": metric, **mean_of_spans(*sums_of), **where, **groups, **more})
+    return rows
 
 
 def losses_of(model: LoopedLM, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -129,16 +134,3 @@ def parts_of(length: int) -> list[tuple[str, int, int, dict[str, int]]]:
         ("late_loss", length // 2 + 1, length, {}),
     ]
     return parts + [("loss", first, last, {"first": first, "position": last}) for first, last in octaves]
-
-
-def mean_of_spans(nats: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
-    """{"value", "n", maybe "stderr"} of the nats per token from the sums of each span, (S,) both.
-
-    The standard error is that of a ratio of sums; where all spans count as many tokens it is their mean's.
-    """
-    S, total = len(nats), tokens.sum()
-    mean = nats.sum() / total
-    found = {"value": float(mean), "n": int(total)}
-    if S > 1:
-        found["stderr"] = float(np.sqrt(np.square(nats - mean * tokens).sum() * S / (S - 1)) / total)
-    return found

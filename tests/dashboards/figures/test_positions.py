@@ -51,9 +51,24 @@ def test_lines_over_positions_and_their_distance_from_the_first(store):
     assert series(found, "b")[1]["data"] == [[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]]
     assert found.option["panels"]["titles"] == ["loss (nats per token)", "above b (nats per token)"]
     assert "markLine" not in series(found, "b")[0]
-    assert found.rows[0] == ["b", "4 loops", 1, 1, 3.5, 0.1, 100]
+    assert found.rows[0] == ["b", "4 loops", 1, 1, 3.5, 0.1, 100, None, None]
     assert len(found.rows) == 6
+    assert found.columns[-2:] == ["above b", "its standard error"]
+    assert [row[-2:] for row in found.rows] == [[None, None]] * 3 + [[-0.5, None], [0.0, None], [0.25, None]]
+    assert len(drawn(store, runs="a").columns) == len(drawn(store, runs="a").rows[0]) == 7
     assert drawn(store, runs="a").option["panels"]["titles"] == ["loss (nats per token)"]
+
+
+def test_distances_have_the_standard_error_of_the_same_spans(store):
+    for run, loss, groups in (("a", 2.0, "1.0/1 3.0/1"), ("b", 2.5, "1.2/1 3.8/1"), ("old", 2.2, None)):
+        add(store, run, *curve(loss, n=2, **({"groups": groups} if groups else {})))
+    found = drawn(store, runs="a,b,old")
+    _, whisker, lower = series(found, "b")
+    assert lower["data"] == [[0.0, 0.5]]
+    assert whisker["data"][:2] == [[0.0, pytest.approx(0.2)], [0.0, pytest.approx(0.8)]]
+    assert found.rows[1][-2:] == [0.5, pytest.approx(0.3)]
+    assert len(series(found, "a")) == len(series(found, "old")) == 2
+    assert any("Whiskers: one standard error of the distance from a" in note for note in found.notes)
 
 
 def test_the_length_of_training_is_marked_where_lines_go_on_beyond_it(store):

@@ -18,7 +18,8 @@ from lt2_platform.data.tokenizers.tokenize import ByteTokenizer
 from lt2_platform.evaluate import positions
 from lt2_platform.evaluate.checkpoints import Evaluated
 from lt2_platform.evaluate.config import PositionsConfig
-from lt2_platform.evaluate.positions import length_for, mean_of_spans, parts_of, positions_rows, spans
+from lt2_platform.evaluate.positions import length_for, parts_of, positions_rows, spans
+from lt2_platform.evaluate.spans import difference
 from lt2_platform.evaluate.tasks import TaskContext, run_tasks
 from tests.platform.evaluate.tiny import model
 from tests.platform.train.packed import write_dataset
@@ -129,19 +130,6 @@ def test_tokens_that_are_not_learned_do_not_count(dataset):
     assert [row.get("position") for row in rows] == [None, None, 2, 4]
 
 
-def test_the_standard_error_of_spans_with_different_numbers_of_tokens_is_that_of_many_draws():
-    rng = np.random.default_rng(1)
-
-    def draw() -> tuple[np.ndarray, np.ndarray]:
-        tokens = rng.integers(1, 9, 200)
-        return tokens * (2 + 0.3 * rng.standard_normal(200)), tokens
-
-    means = [mean_of_spans(*draw())["value"] for _ in range(400)]
-    assert mean_of_spans(*draw())["stderr"] == pytest.approx(np.std(means), rel=0.15)
-    assert "stderr" not in mean_of_spans(np.array([6.0]), np.array([3]))
-    assert mean_of_spans(np.array([6.0, 12.0]), np.array([3, 3]))["stderr"] == pytest.approx(1.0)
-
-
 def test_data_of_another_tokenizer_is_refused_before_any_of_it_is_read(dataset):
     other: Any = SimpleNamespace(sha256="0" * 64, vocabulary={}, name="other")
     with pytest.raises(ConfigError, match="was prepared with tokenizer 'byte', the model was trained with 'other'"):
@@ -172,6 +160,19 @@ def test_stored_are_results_and_at_every_depth_a_curve(dataset):
     assert len(stored["depth"]) == 4
     assert set(stored) == {"validation", "positions", "depth"}
     assert all(row["flops_per_token"] > 0 and row["step"] == 3 for row in stored["positions"])
+
+
+def test_two_depths_are_compared_span_by_span(dataset):
+    first, second = model(), model(seed=1)
+    found = [positions_rows(PositionsConfig(length=3), net, context(dataset)) for net in (first, second)]
+    nats = [by_hand(net, dataset, 3) for net in (first, second)]
+    assert not any("groups" in row for row in found[0] if "position" not in row)
+    for place, (row, other) in enumerate(zip(*([row for row in rows if "position" in row] for rows in found))):
+        apart = nats[1][:, place] - nats[0][:, place]
+        paired = difference(row["groups"], other["groups"])
+        assert paired is not None
+        assert paired["value"] == pytest.approx(apart.mean().item(), abs=1e-4)
+        assert paired["stderr"] == pytest.approx(apart.std().item() / len(apart) ** 0.5, rel=1e-2)
 
 
 def test_octaves_end_at_the_length():

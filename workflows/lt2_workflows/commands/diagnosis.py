@@ -103,7 +103,7 @@ def positions(
         out=root.join("evals", run, "positions"),
     )
     log_evaluations(root, run, place, found.evaluations())
-    rows = [row for row in found.rows if "position" in row]
+    rows = [{key: row[key] for key in row if key != "groups"} for row in found.rows if "position" in row]
     if json_:
         typer.echo(as_json(rows))
         return
