@@ -70,6 +70,10 @@ def test_a_copy_is_checked_against_its_certificate(tmp_path):
     export(save(tmp_path / "run", model()), folder)
     shown = CliRunner().invoke(app, ["export", "--verify", str(folder)])
     assert (shown.exit_code, shown.output) == (0, f"{folder}: all 3 files are the certified ones\n")
+    (folder / "notes.txt").write_text("of somebody")
+    shown = CliRunner().invoke(app, ["export", "--verify", str(folder)])
+    assert shown.exit_code == 0
+    assert "not certified, and there as well: notes.txt" in shown.output
     (folder / "config.json").write_text("{}")
     refused = CliRunner().invoke(app, ["export", "--verify", str(folder)])
     assert (

@@ -19,10 +19,13 @@ def _verify(folder: Path | None) -> None:
     """`--verify FOLDER`, for which no other argument is needed: check, say so, and end."""
     if folder is None:
         return
-    from lt2.interop.export import verify_certificate
+    from lt2.interop.export import CERTIFICATE, verify_certificate
+    from lt2_platform.wording import first_of
 
     files = verify_certificate(folder)["files"]
     typer.echo(f"{folder}: all {len(files)} files are the certified ones")
+    if added := sorted({path.name for path in folder.iterdir()} - {*files, CERTIFICATE}):
+        typer.echo(f"not certified, and there as well: {first_of(added)}")
     raise typer.Exit
 
 
