@@ -107,7 +107,12 @@ def test_positions_are_shown_by_depth_and_stored(tmp_path):
     result = invoke(*options, "--loops", "1,2")
     assert result.exit_code == 0, result.output
     head, _, *lines = [line.split("  ") for line in result.output.splitlines() if line]
-    assert [cell.strip() for cell in head if cell.strip()] == ["position", "tokens", "loss, 1 loop", "loss, 2 loops"]
+    columns = ["position", "tokens", "loss, 1 loop", "loss, 2 loops", "2 loops above 1 loop"]
+    assert [cell.strip() for cell in head if cell.strip()] == columns
+    *_, one, two, above = [cell.strip() for cell in lines[0] if cell.strip()]
+    apart, error = map(float, above.split(" ± "))
+    assert apart == pytest.approx(float(two) - float(one), abs=2e-4)
+    assert 0 < error < 1
     assert [line[0].strip() for line in lines[:4]] == ["1", "2", "3 to 4", "5 to 7"]
     assert "/figures/positions?runs=train-1&task=positions-7" in result.output
     named = invoke(*options, "--name", "mine")
@@ -117,7 +122,9 @@ def test_positions_are_shown_by_depth_and_stored(tmp_path):
     assert places == {
         (task, n, last) for task, n in (("positions-7", 1), ("positions-7", 2), ("mine", 2)) for last in (1, 2, 4, 7)
     }
-    assert len(json.loads(invoke(*options, "--json").output)) == 4
+    shown = json.loads(invoke(*options, "--json").output)
+    assert len(shown) == 4
+    assert "groups" not in shown[0]
 
 
 def test_bench_mixers_takes_a_mixer_of_ones_own_and_measures_none_before_all_are_known(tmp_path):

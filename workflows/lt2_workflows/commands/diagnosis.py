@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -81,6 +81,7 @@ def positions(
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.evaluate.config import PositionsConfig
     from lt2_platform.evaluate.positions import length_for
+    from lt2_platform.evaluate.spans import difference
     from lt2_platform.evaluate.validation import held_out_rows
     from lt2_platform.storage import Storage
     from lt2_workflows.console import as_json, table
@@ -103,15 +104,21 @@ def positions(
         out=root.join("evals", run, "positions"),
     )
     log_evaluations(root, run, place, found.evaluations())
-    rows = [{key: row[key] for key in row if key != "groups"} for row in found.rows if "position" in row]
+    rows = [row for row in found.rows if "position" in row]
     if json_:
-        typer.echo(as_json(rows))
+        typer.echo(as_json([{key: row[key] for key in row if key != "groups"} for row in rows]))
         return
     lines: dict[int, dict[str, object]] = {}
+    references: dict[int, dict[str, Any]] = {}
     for row in rows:
         first, last = row["first"], row["position"]
         line = lines.setdefault(last, {"position": f"{first}" if first == last else f"{first} to {last}"})
-        line |= {"tokens": row["n"], f"loss, {loops_text(row['n_loops'], row['early_exit'])}": f"{row['value']:.4f}"}
+        depth = loops_text(row["n_loops"], row["early_exit"])
+        line |= {"tokens": row["n"], f"loss, {depth}": f"{row['value']:.4f}"}
+        reference = references.setdefault(last, row)
+        if row is not reference and (apart := difference(reference["groups"], row["groups"])):
+            error = f" ± {apart['stderr']:.4f}" if "stderr" in apart else ""
+            line[f"{depth} above {loops_text(reference['n_loops'])}"] = f"{apart['value']:+.4f}{error}"
     typer.echo(table(list(lines.values()), list(dict.fromkeys(key for line in lines.values() for key in line))))
     task = f"&task={name}" if name else ""
     _say_where(root, run, f"positions?runs={run}{task}")
