@@ -117,7 +117,7 @@ def check_start(student: LoopedLM, source: LoopedLM) -> None:
         shape = slice(1, None) if name == "rho" else slice(None)  # loops may be more or fewer
         if name in theirs and theirs[name].shape[shape] != parameter.shape[shape]:
             shapes = f"{tuple(theirs[name].shape)} there and {tuple(parameter.shape)} here"
-            raise ConfigError(f"cannot start from this model: {name} is {shapes}; the sizes must be its teacher's")
+            raise ConfigError(f"cannot start from this model: {name} is {shapes}; the sizes must be the same")
     own = {name for name, _ in student.named_parameters()}
     for name in sorted(theirs.keys() - own):  # without it the rest is another function than was trained
         if ".mixers." not in name and not name.startswith("halt."):

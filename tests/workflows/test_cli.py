@@ -259,6 +259,12 @@ def test_results_are_a_block_per_run_and_can_be_narrowed(tmp_path):
     assert "loss" not in one
     assert "r1" not in one
     assert json.loads(lt2("results", "r2", "--metric", "acc*", "--json", "--storage", str(tmp_path)).stdout) == []
+    trials = {"a-x": {"part_of": "sweep-1"}, "b-x": {"part_of": "sweep-2"}, "a": {}}
+    for (name, more), step in zip(trials.items(), ("r2", "r1", "sweep-1")):  # a sweep stands for its trials' runs
+        record = {"workflow": name, "id": name, "name": name, "steps": {}, "ids": {"s": step}} | more
+        store.storage.write_json(f"workflows/{name}/dag.json", record)
+    swept = json.loads(lt2("results", "a", "--json", "--storage", str(tmp_path)).stdout)
+    assert {row["run"] for row in swept} == {"r2"}
     refused = lt2("results", "r3", "--storage", str(tmp_path))
     assert refused.returncode == 2
     assert "no run or workflow 'r3' with numbers; runs in" in refused.stderr

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from lt2.config import ConfigError
+from lt2_platform.data.tokenizers.tokenize import load_tokenizer
 from lt2_platform.storage import Storage
 from lt2_workflows.engine.executor import run
 from lt2_workflows.graph import Workflow
@@ -147,6 +149,53 @@ def test_a_start_of_another_tokenizer_or_of_a_step_of_other_sizes(tmp_path: Path
     record["steps"]["longer"] = longer | {"start": {"step": "pretrain"}, "model": MODEL | {"n_layers": 4}}
     workflow = workflow_from_record(record, source="test")
     assert told(workflow, storage) == "longer: start: cannot start from this model: it has 2 layers, not 4"
+
+
+def tokenizer(folder: Path, text: str) -> str:
+    """A byte-level tokenizer of 300 tokens."""
+    made, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    )
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def test_another_tokenizer_of_the_same_size(tmp_path: Path, storage: Storage):
+    """It fits the model's sizes, so that only the step itself would refuse it, after the training before it."""
+    text = "the loop reads the same weights again and again, as deep as it is asked to, and the state stays small "
+    ours, other = tokenizer(tmp_path / "ours", text), tokenizer(tmp_path / "other", text[::-1])
+    record: Any = made(tmp_path, tasks=[{"type": "perplexity"}]).record()
+    steps = record["steps"]
+    steps["prepare"]["tokenizer"] = ours
+    steps["prepare-other"] = steps["prepare"] | {"tokenizer": other}
+
+    steps["longer"] = steps["pretrain"] | {"data": {"step": "prepare-other"}, "start": {"step": "pretrain"}}
+    said = told(workflow_from_record(record, source="test"), storage)
+    assert said.startswith(
+        "longer: start: the model pretrain was trained with tokenizer 'tokenizer.json', the data was"
+    )
+    del steps["longer"]
+
+    steps["evaluate"]["data"] = {"step": "prepare-other"}
+    said = told(workflow_from_record(record, source="test"), storage)
+    assert said.startswith("evaluate: data: it is prepared with tokenizer 'tokenizer.json' (")
+    steps["evaluate"]["tasks"] = [{"type": "harness", "tasks": ["mine"]}]  # which reads no data
+    check_inputs(workflow := workflow_from_record(record, source="test"), storage, workflow.steps.values())
+
+    frozen = load_tokenizer(other)
+    for task in ({"name": "tokenizer.json", "sha256": frozen.sha256}, {"name": "b", "sha256": "0" * 64}):
+        pack = {"schema_version": 1, "tasks": {"mine": {"tokenizer": task | {"vocabulary": frozen.vocabulary}}}}
+        (tmp_path / "pack/manifest.json").write_text(json.dumps(pack))
+        steps["prepare"]["tokenizer"] = ours
+        said = told(workflow_from_record(record, source="test"), storage)
+        assert said.startswith(
+            f"evaluate: tasks.0: mine of pack {tmp_path}/pack was made for tokenizer '{task['name']}' ("
+        )
+        steps["prepare"]["tokenizer"] = other  # by its file, or at least by its vocabulary
+        check_inputs(workflow := workflow_from_record(record, source="test"), storage, workflow.steps.values())
 
 
 def test_a_chat_of_a_model_without_conversations(tmp_path: Path, storage: Storage):

@@ -14,6 +14,7 @@ from lt2_platform.results.store import ResultsStore
 from lt2_platform.storage import Storage
 from lt2_workflows.cli import app
 from lt2_workflows.engine.context import StepContext
+from lt2_workflows.engine.records import write_workflow
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.steps.evaluate import run_evaluate
 from tests.platform.evaluate.items import arc, choices, write
@@ -184,6 +185,27 @@ def test_runs_are_compared_at_the_depths_that_they_were_trained_at(tmp_path):
     depths = (f"evals/a/e{depth}/harness/loops-{depth}" for depth in (1, 2))  # in the storage, wherever that is
     (row,) = json.loads(lt2("compare", *depths, *options))
     assert (row["a"], row["b"]) == (0, pytest.approx(1 / 3))
+
+
+def test_a_workflow_means_its_run_with_scored_items(tmp_path):
+    """Its newest may be the first one trained further, of which nothing was asked."""
+    root, runs = Storage(str(tmp_path)), {}
+    data, sizes = write_dataset(tmp_path / "packed"), model().config.model_dump(mode="json")
+    for name, score in (("a", 0), ("b", 1)):
+        step = {"type": "pretrain", "data": data, "model": sizes, "train": {"steps": 2 + score, "global_batch_size": 1}}
+        steps = {"pretrain": step, "extend": step | {"start": {"step": "pretrain"}}}
+        workflow = workflow_from_record({"workflow": name, "steps": steps}, source="test")
+        write_workflow(root, workflow)
+        runs[name] = workflow.steps["pretrain"].id
+        for each in workflow.steps.values():
+            save(tmp_path / "steps" / each.id / "out/checkpoints/step-00000003", model())
+        root.write_bytes(f"evals/{workflow.steps['extend'].id}/e/evaluation.json", b"{}")  # of perplexity, say
+        line = {"task": "copa", "doc_id": 0, "doc_hash": "0", "scores": {"acc": score}}
+        root.write_bytes(f"evals/{runs[name]}/e/harness/loops-3/samples/copa.jsonl", json.dumps(line).encode())
+    result = CliRunner().invoke(app, ["compare", "a", "b", "--json", "--storage", str(tmp_path)])
+    (row,) = json.loads(result.stdout)
+    assert (row["a"], row["b"]) == (0, 1)
+    assert f"a: {runs['a']}, its newest run with scored items; `lt2 status a` lists all" in result.stderr
 
 
 def test_a_model_from_elsewhere_gets_a_run_of_its_own_once(tmp_path):

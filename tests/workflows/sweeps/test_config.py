@@ -257,6 +257,19 @@ def test_what_two_steps_evaluated_alike_is_told_by_step(monkeypatch, tmp_path):
     assert results_of(workflow, Storage(str(tmp_path))) == ("run of second", {"piqa/acc": 0.5, "boolq/acc": 0.7})
 
 
+def test_the_run_of_a_trial_is_the_one_whose_scores_its_table_shows(monkeypatch, tmp_path):
+    """Where weights are trained further and both are evaluated, the second's page must not show the first's scores."""
+    row = {"metric": "perplexity", "n_loops": 4}
+    found = {
+        "second": {"run": "first run", "n_loops": 4, "rows": [row | {"task": "perplexity", "value": 9.0}]},
+        "third": {"run": "its continuation", "n_loops": 4, "rows": [row | {"task": "ppl-long", "value": 8.0}]},
+    }
+    done = lambda storage, step: {"result": found[step.name]} if step.name in found else None  # noqa: E731
+    monkeypatch.setattr("lt2_workflows.sweeps.trial.read_done", done)
+    run, metrics = results_of(load_workflow(f"{FAKE_STEPS}:chain"), Storage(str(tmp_path)))
+    assert (run, metrics) == ("first run", {"perplexity/perplexity": 9.0, "ppl-long/perplexity": 8.0})
+
+
 def test_command_on_a_shipped_sweep():
     sweep = command("ratio", set_=["pretrain.train.steps=30", "sweep.retry=2"], seeds="5,6,7", concurrent=3, asha=10)
     assert {trial.workflow.configs["pretrain"].train.steps for trial in sweep.expanded} == {30}

@@ -240,10 +240,31 @@ def evaluation_folder(root: Storage, name: str) -> str:
         inside = name if name.startswith("evals/") else f"evals/{outside(name)[1]}"
         return root.join(inside) if root.exists(inside) else name
     root.check_readable()
-    run = name if root.exists(f"evals/{name}") else located(root, name)[1]  # a workflow's name means its run
+    run = name if root.exists(f"evals/{name}") else scored_run(root, name) or located(root, name)[1]
     if not root.exists(f"evals/{run}"):
         raise config_error(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
     return root.join("evals", run)
+
+
+def scored_run(root: Storage, workflow: str) -> str | None:
+    """The newest run of a workflow that has scored items: its very newest may have none, where one is trained further
+    and only the first was asked. None for what is no such workflow. Which run that is, is said where it has several."""
+    from lt2_workflows.engine.records import list_workflows
+
+    steps = [step for each in list_workflows(root) if workflow in (each["id"], each["name"]) for step in each["steps"]]
+    scored = {
+        step["id"]: step["ended"] or float("inf")
+        for step in steps
+        if root.exists(f"evals/{step['id']}") and root.glob(f"evals/{step['id']}/**/samples/*.jsonl")
+    }
+    if not scored:
+        return None
+    newest = max(scored, key=lambda run: scored[run])
+    if sum(root.exists(f"steps/{step['id']}/out/checkpoints") for step in steps) > 1:
+        typer.echo(
+            f"{workflow}: {newest}, its newest run with scored items; `lt2 status {workflow}` lists all", err=True
+        )
+    return newest
 
 
 def trained_depth(root: Storage, folder: str) -> str | None:

@@ -124,8 +124,8 @@ def _runs(index: Index) -> set[str]:
 
 
 def runs_named(root: Storage, known: Collection[str], names: Sequence[str], what: str) -> list[str]:
-    """The runs of `known` that names of runs and of workflows stand for, in their order. Raises ConfigError for one
-    that is neither; `what` says what the known ones are."""
+    """The runs of `known` that names of runs and of workflows stand for, in their order; a sweep's are its trials'.
+    Raises ConfigError for a name that is neither; `what` says what the known ones are."""
     from lt2.config import ConfigError
     from lt2_workflows.engine.records import list_workflows
 
@@ -133,6 +133,7 @@ def runs_named(root: Storage, known: Collection[str], names: Sequence[str], what
     workflows = list_workflows(root) if not set(names) <= set(known) else []
     for name in names:
         steps = [step["id"] for each in workflows if name in (each["id"], each["name"]) for step in each["steps"]]
+        steps += [step["id"] for each in workflows if each.get("part_of") in steps for step in each["steps"]]
         runs = [name] if name in known else [step for step in steps if step in known]
         if not runs:
             raise ConfigError(f"no run or workflow {name!r} {what}: {', '.join(sorted(known)) or 'none'}")

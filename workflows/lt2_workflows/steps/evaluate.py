@@ -25,6 +25,7 @@ from lt2_workflows.provenance import log_evaluations
 from lt2_workflows.steps.prepare import row_length
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, PackRef
 from lt2_workflows.steps.task_inputs import check_lengths, check_templates, first_by_training, packs_of
+from lt2_workflows.steps.tokenizers import check_evaluated
 
 
 class EvaluateStep(StepConfig):
@@ -73,10 +74,12 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
 
 def check_fit(config: EvaluateStep, context: StepContext) -> None:
     """Raise ConfigError for what would fail, or mislead, only after hours: names that clash, exit thresholds of a model
-    without an exit gate, spans that no row can hold, a chat template that the training does not tell."""
+    without an exit gate, spans that no row can hold, text or items of another tokenizer, a chat template that the
+    training does not tell."""
     check_names(config, context)
     check_gate(config, context)
     check_lengths("tasks", config.tasks, partial(row_length, config.data, context))
+    check_evaluated(config.checkpoint, config.data, config.tasks, config.pack, context)
     first = first_by_training(config.tasks)
     known = None if first is None else _trained_templates(config.checkpoint, context)
     if known is None:

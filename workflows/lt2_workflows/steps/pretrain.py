@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from lt2.config import ConfigError, ExitGate, HybridLayout, ModelConfig
-from lt2.layout import realised_ratio, schedules
+from lt2.layout import realised_ratio, schedules, weights_per_layer
 from lt2.mixer_configs import WindowConfig
 from lt2.train.config import TrainConfig, check_model
 from lt2.train.objectives import ExitGateConfig
@@ -28,7 +28,7 @@ from lt2_platform.wording import amount, size
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import read_done
-from lt2_workflows.graph import Place, Resources, StepConfig, step_type
+from lt2_workflows.graph import NotKnownYetError, Place, Resources, StepConfig, step_type
 from lt2_workflows.steps.prepare import data_templates, dataset_facts, row_length
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 from lt2_workflows.steps.task_inputs import check_lengths, check_templates, first_by_training, packs_of
@@ -128,6 +128,7 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
         f"cache {size(cost['cache_bytes_per_sequence'])} per sequence of {seq_len:,}"
         + beginning
         + "".join(f"; {remark}" for remark in remarks(model, config.train, seq_len))
+        + "".join(f"; {remark}" for remark in [fresh_mixers(config, context)] if remark)
     )
 
 
@@ -139,6 +140,36 @@ def remarks(model: ModelConfig, train: TrainConfig, seq_len: int) -> Iterator[st
         yield f"WINDOWS OF {', '.join(map(str, wide))} SEE WHOLE ROWS of {seq_len:,}, as full attention does"
     if isinstance(model.halting, ExitGate) and not isinstance(train.objective, ExitGateConfig):
         yield f"objective {train.objective.type!r} DOES NOT TRAIN THE EXIT GATE; train.objective.type=exit_gate does"
+
+
+def fresh_mixers(config: StepConfig, context: StepContext) -> str:
+    """Which mixers of a training do not come from the run whose weights it starts from, so that they begin at random;
+    "" where all do, and where nothing tells yet. Allowed, but easily forgotten: of a recipe that trains further, a
+    sweep over the first step's mixers must set those of the second too.
+    """
+    from lt2_workflows.steps.distill import planned_checkpoint
+
+    if not isinstance(config, PretrainStep) or config.start is None:
+        return ""
+    try:
+        theirs, ours = planned_checkpoint(config.start, context), planned_model(config, context)[0]
+    except NotKnownYetError:
+        return ""
+    if theirs is None or theirs.n_layers != ours.n_layers:
+        return ""
+    pairs = list(zip(weights_per_layer(ours), weights_per_layer(theirs), strict=True))
+    new = [
+        sorted({mixer.type for mixer in mixers if mixer.weights not in {other.weights for other in others}})
+        for mixers, others in pairs
+    ]
+    if not any(new):
+        return ""
+    here = " and ".join(sorted(set().union(*new)))
+    there = " and ".join(sorted({other.type for (_, others), names in zip(pairs, new) if names for other in others}))
+    return (
+        f"new {here} BEGIN AT RANDOM in {sum(map(bool, new))} of {ours.n_layers} layers, where "
+        f"{_named(config.start)} has {there}; to go on with all that it learned, set the same model.layout in both"
+    )
 
 
 def _named(place: CheckpointRef | str) -> str:
@@ -187,8 +218,8 @@ def check_fit(config: PretrainStep, context: StepContext) -> None:
     from lt2.distill.student import check_start
     from lt2.model import LoopedLM
     from lt2_platform.distill.run import same_tokenizer
-    from lt2_platform.train.checkpoints.checkpoint import read_info, resolve
     from lt2_workflows.steps.distill import planned_checkpoint
+    from lt2_workflows.steps.tokenizers import of_model
 
     theirs = planned_checkpoint(config.start, context)
     if theirs is None:
@@ -196,8 +227,8 @@ def check_fit(config: PretrainStep, context: StepContext) -> None:
     try:
         with torch.device("meta"):
             check_start(LoopedLM(model), LoopedLM(theirs))
-        if isinstance(config.start, str):
-            same_tokenizer(read_info(resolve(config.start)).tokenizer, facts["tokenizer"], "the data", config.start)
+        if (known := of_model(config.start, context)) is not None:
+            same_tokenizer(known.record, facts["tokenizer"], "the data", _named(config.start))
     except ConfigError as error:
         raise ConfigError(f"start: {error}") from error
 
@@ -244,6 +275,8 @@ def run_pretrain(config: PretrainStep, context: StepContext) -> dict[str, Any]:
     from lt2_platform.train.on_ray.trainer import pretrain
 
     data, start = context.path(config.data), None
+    if remark := fresh_mixers(config, context):
+        context.progress({"notice": remark})
     before = None if config.continue_from is None else context.path(config.continue_from)
     if config.start is not None:
         start = context.path(config.start)

@@ -19,9 +19,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lt2.config import Config, ConfigError, ModelConfig
-from lt2_workflows.graph import Resources, StepConfig, Workflow, canonical
+from lt2_workflows.graph import Resources, StepConfig, Workflow, canonical, refs
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.overrides import apply_overrides
+from lt2_workflows.steps.refs import CheckpointRef
 
 MAX_TRIALS = 10_000
 
@@ -148,7 +149,7 @@ def expand(config: SweepStep) -> list[Trial]:
         for seed in config.seeds or (None,):
             settings = {**configuration.settings, **point}
             seeds = {} if seed is None else dict.fromkeys(config.seed_keys, seed)
-            steps = deepcopy(config.steps)
+            steps = {step: deepcopy(fields) for step, fields in config.steps.items()}  # which may share a model
             words = [configuration.group, label, "" if seed is None else f"seed {seed}"]
             name = unique(slug(" ".join(words)), {trial.name for trial in found})
             try:
@@ -249,7 +250,8 @@ def unique(name: str, taken: set[str]) -> str:
 def match_parameters(steps: dict[str, Any], step: str, base: Workflow, label: str) -> None:
     """Set the FFN width of `step` so that its model has as many parameters as the recipe's, as near as widths allow.
 
-    From 1,024 on widths are multiples of 64, as kernels like. A model as large as the recipe's is left alone.
+    Steps that train its weights further, with longer rows say, get the same width. From 1,024 on widths are multiples
+    of 64, as kernels like. A model as large as the recipe's is left alone.
     """
     from lt2.analysis.accounting import parameters
 
@@ -271,4 +273,14 @@ def match_parameters(steps: dict[str, Any], step: str, base: Workflow, label: st
             "Leave match_parameters out or take a wider recipe"
         )
     if width != ours.ffn_dim:
-        steps[step]["model"]["ffn_hidden"] = width
+        for name in (step, *grown_from(base, step)):
+            steps[name]["model"]["ffn_hidden"] = width
+
+
+def grown_from(recipe: Workflow, step: str) -> list[str]:
+    """The steps with a model of their own that begin with the weights of `step`, directly or through others."""
+    family = {step}
+    for name, each in recipe.steps.items():  # in the order in which they run
+        if any(isinstance(ref, CheckpointRef) and ref.step in family for ref in refs(each.config)):
+            family.add(name)
+    return [name for name in recipe.steps if name in family - {step} and hasattr(recipe.configs[name], "model")]

@@ -30,6 +30,7 @@ from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.engine.records import TTL_S, read_done, step_state
 from lt2_workflows.graph import STEP_TYPES, Place, Workflow, fingerprint, step_type
 from lt2_workflows.inputs import places_of
+from lt2_workflows.sweeps.checks import check_trials, made_otherwise, remarks
 from lt2_workflows.sweeps.config import SweepStep, Trial, check_asha, trainings
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def describe_sweep(config: SweepStep, context: StepContext) -> str:
         steps = trial.workflow.steps.values()
         done = sum(step_state(context.storage, step.folder)["state"] == "done" for step in steps)
         lines.append(f"    {trial.name:<{width}}  {done}/{len(steps)} steps done  {_cost(trial, context)}".rstrip())
+    if read_done(context.storage, context.step) is None:
+        lines += [f"         {remark}" for remark in remarks(config, context)]
     return "\n".join(lines)
 
 
@@ -84,7 +87,7 @@ def _cost(trial: Trial, context: StepContext) -> str:
     return f"{name}: {told}" + (f"; then {first_of(others)}" if others else "")
 
 
-@step_type(SweepStep, check=check_sweep, describe=describe_sweep, places=sweep_places)
+@step_type(SweepStep, check=check_sweep, describe=describe_sweep, places=sweep_places, fits=check_trials)
 def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
     """Result: {"text": the table, "title", "trials": number, "stopped", "failed", "rows": of `ablations.summarize`,
     without metrics}.
@@ -92,6 +95,8 @@ def run_sweep(config: SweepStep, context: StepContext) -> dict[str, Any]:
     Raises ConfigError when no trial at all got anywhere, with the first one's error, and Interrupted once it was asked
     to stop and the steps that were running have saved.
     """
+    for remark in [*remarks(config, context), *made_otherwise(config, context)]:
+        context.progress({"notice": remark})
     environment = _environment(config.resources.concurrent)
     workflows = {trial.name: _workflow(trial, context) for trial in config.expanded}
     with conveyed(context.stop, Storage(context.out)):
@@ -240,7 +245,8 @@ def write_table(config: SweepStep, records: list[dict[str, Any]], context: StepC
     names = dict.fromkeys(name for line in shown for name in line)  # a configuration may have numbers that others lack
     columns = [name for name in names if any(line.get(name) not in ("", None) for line in shown)]
     bad = [f"{record['name']} {record['state']}{_why(record)}" for record in records if record["state"] != "done"]
-    text = "\n".join([f"\n{title}\n", table(shown, columns), *_notes(config), *bad, ""])
+    rest = _not_shown(rows, columns)
+    text = "\n".join([f"\n{title}\n", table(shown, columns), *_notes(config), *rest, *bad, ""])
     out = f"{context.step.folder}/out"
     whole = {"title": title, "paper": config.paper, "trials": records, "rows": rows}
     context.storage.write_json(f"{out}/sweep.json", finite(whole))
@@ -261,6 +267,14 @@ def _shown(row: Mapping[str, Any], with_paper: bool, counts: Collection[str]) ->
         for key, pair in list(row["metrics"].items())[:6]:
             line[key] = ablations.plus_minus(*pair, digits=0 if key in counts else 3)
     return line
+
+
+def _not_shown(rows: Sequence[Mapping[str, Any]], columns: Collection[str]) -> Iterator[str]:
+    """Where the numbers are that the table has no column for."""
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    others = [name for name in names if name not in columns and name != "perplexity/perplexity"]
+    if others:
+        yield f"Not shown: {first_of(others, 8)}; `lt2 report`, table.csv of this step and the dashboard have all."
 
 
 def _notes(config: SweepStep) -> Iterator[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 from lt2.config import ConfigError, load_source
+from lt2_platform.evaluate.ablations import headline
 from lt2_platform.evaluate.repeats import at_own_depth, is_reading
 from lt2_platform.storage import Storage
 from lt2_platform.train.on_ray.stopping import requested
@@ -123,13 +124,14 @@ def outcome(workflow: Workflow, storage: Storage, found: dict[str, Any]) -> Ende
 
 
 def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[str, float]]:
-    """(the run of the results store, its numbers) of a finished workflow: the run that is evaluated last, if any is.
+    """(the run of the results store, its numbers) of a finished workflow: the run that the sweep's table has scores of
+    (a perplexity, or the paper's tasks), else the one that is evaluated last, if any is.
 
     Evaluation rows as "task/metric", of the model as it was trained and without readings of it; where
     several steps have one (of several models, say), each as "step/task/metric", since none of them is the trial's. Of a
     recipe without evaluation the plain numbers that its steps returned, as "step/name".
     """
-    run, of, evaluations, plain = None, None, {}, {}
+    run, of, scored, evaluations, plain = None, None, None, {}, {}
     for name, step in workflow.steps.items():
         done = read_done(storage, step)
         result = done["result"] if done else {}
@@ -138,6 +140,8 @@ def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[s
             of = result.get("run", of)
             rows = [row for row in at_own_depth(result["rows"], result["n_loops"]) if not is_reading(row)]
             evaluations[name] = {f"{row['task']}/{row['metric']}": row["value"] for row in rows}
+            if headline(evaluations[name]):
+                scored = of
         plain |= {f"{name}/{key}": value for key, value in result.items() if type(value) in (int, float)}
     asked = Counter(key for found in evaluations.values() for key in found)
     evaluated = {
@@ -145,4 +149,4 @@ def results_of(workflow: Workflow, storage: Storage) -> tuple[str | None, dict[s
         for name, found in evaluations.items()
         for key, value in found.items()
     }
-    return of or run, evaluated or plain
+    return scored or of or run, evaluated or plain

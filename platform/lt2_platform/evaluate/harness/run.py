@@ -118,8 +118,8 @@ def _check_tokenizer(records: Mapping[str, Any], tokenizer: Tokenizer | FolderTo
         frozen = record.get("tokenizer")
         if frozen and tokenizer.sha256 != frozen["sha256"] and tokenizer.vocabulary != frozen.get("vocabulary"):
             raise ConfigError(
-                f"pack {pack}: {name} was made for tokenizer {frozen['name']!r}, {model} has "
-                f"{tokenizer.name!r}; build {name} again with the model's tokenizer"
+                f"pack {pack}: {name} was made for tokenizer {frozen['name']!r} ({frozen['sha256'][:8]}), {model} has "
+                f"{tokenizer.name!r} ({tokenizer.sha256[:8]}); build {name} again with the model's tokenizer"
             )
 
 
