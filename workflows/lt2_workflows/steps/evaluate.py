@@ -22,6 +22,7 @@ from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.local_ray import join_ray
 from lt2_workflows.graph import Place, Ref, StepConfig, step_type
 from lt2_workflows.provenance import log_evaluations
+from lt2_workflows.steps.held_out import held_out_remark
 from lt2_workflows.steps.prepare import row_length
 from lt2_workflows.steps.refs import CheckpointRef, DatasetRef, PackRef
 from lt2_workflows.steps.task_inputs import check_lengths, check_templates, first_by_training, packs_of
@@ -69,6 +70,7 @@ def describe_evaluate(config: EvaluateStep, context: StepContext) -> str:
     if config.exit_thresholds:
         depths.append(f"exit thresholds {', '.join(map(str, config.exit_thresholds))}")
     parts += [f"each at {' and at '.join(depths)}"] if depths else []
+    parts += [remark] if (remark := held_out_remark(config.checkpoint, config.data, context)) else []
     return "; ".join(parts)
 
 
@@ -155,6 +157,8 @@ def run_evaluate(config: EvaluateStep, context: StepContext) -> dict[str, Any]:
     """
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
 
+    if remark := held_out_remark(config.checkpoint, config.data, context):
+        context.progress({"notice": remark})
     tasks = config.tasks
     if config.pack is not None:
         pack = context.path(config.pack)

@@ -16,6 +16,8 @@ from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.inputs import conflicts
 from lt2_workflows.outside import changes
 from lt2_workflows.provenance import drift, provenance
+from lt2_workflows.steps.evaluate import EvaluateStep
+from lt2_workflows.steps.held_out import held_out_remark
 from lt2_workflows.steps.pretrain import fresh_mixers
 from lt2_workflows.sweeps.config import SweepStep, Trial, trainings
 
@@ -43,11 +45,15 @@ def check_trials(config: SweepStep, context: StepContext) -> None:
 
 def remarks(config: SweepStep, context: StepContext) -> list[str]:
     """What in the trials is allowed and may not be meant: trainings that begin mixers at random although they start
-    from a run or that no seed reaches, and finished steps that are used although what they read has changed since."""
+    from a run, or that no seed reaches; evaluations on text that was trained on; and finished steps that are used
+    although what they read has changed since."""
     told: dict[str, list[str]] = {}
     for trial, each in each_step(config, context):
         if (done := read_done(context.storage, each.step)) is None:
-            told.setdefault(fresh_mixers(each.step.config, each), []).append(f"{trial.label}: {each.step.name}")
+            asked, place = each.step.config, f"{trial.label}: {each.step.name}"
+            told.setdefault(fresh_mixers(asked, each), []).append(place)
+            if isinstance(asked, EvaluateStep):
+                told.setdefault(held_out_remark(asked.checkpoint, asked.data, each), []).append(place)
             continue
         outdated = STEP_TYPES[each.step.config.type].outdated
         stale = changes(each, done.get("read", {})) or (outdated(each.step.config, each) if outdated else "")
