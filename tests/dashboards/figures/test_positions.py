@@ -137,3 +137,23 @@ def test_points_of_a_curve_are_no_results(store):
     assert source.snapshot().query("SELECT * FROM numbers") == []
     assert source.snapshot().query("SELECT * FROM own") == []
     assert list(result_rows(store.index())) == []
+
+
+def test_lines_of_several_numbers_of_loops_say_so(store):
+    """Beside the kinds of mixers, which alone may fill a name."""
+    kinds = {"kda": "full", "gdn": "window", "la": "full"}
+    for loops, (mixer, attention) in enumerate(kinds.items(), start=1):
+        layout = {
+            "type": "loops" if mixer == "la" else "hybrid",
+            "mixer": {"type": mixer},
+            "attention": {"type": attention},
+        }
+        run, config = f"pretrain-{loops}", {"model": {"n_loops": loops, "layout": layout}, "data": {"seq_len": 4}}
+        store.create_run(run, {"config": config}).close()
+        store.log_eval(run, "positions", curve(2.0, 1.0, n_loops=loops))
+    names = {each["name"] for each in drawn(store).option["series"]}  # legends cut what is long
+    assert names == {
+        "pretrain-1 (n_loops=1, full, kda, hybrid)",
+        "pretrain-2 (n_loops=2, window, gdn, hybrid)",
+        "pretrain-3 (n_loops=3, full, la, loops)",
+    }

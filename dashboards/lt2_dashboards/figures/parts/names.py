@@ -9,7 +9,7 @@ from lt2_dashboards.queries import Snapshot
 from lt2_platform.results.store import RunInfo, differences
 from lt2_platform.results.tables import as_text, unit_of
 
-MAX_TOLD = 3  # settings in a run's name
+MAX_TOLD = 3  # settings in a run's name, besides the number of loops
 TELLS_LITTLE = ("ffn_hidden", "data.fingerprint")  # what sweeps match sizes by, and a hash
 TITLES = {
     "loss": "Training loss (nats per token)",
@@ -65,7 +65,9 @@ def told_apart(snapshot: Snapshot, runs: list[str], *, without: Collection[str] 
                 for key, value in apart[run.run_id].items()
                 if not key.startswith("sources.") and key.rpartition(".")[2] not in without
             }
-            told = in_words(settings)[:MAX_TOLD]
+            words = in_words(settings)
+            loops = [word for word in words[MAX_TOLD:] if word.startswith("n_loops=")]  # what kinds leave no room for
+            told = loops + words[:MAX_TOLD]
             start = run.info.get("models", {}).get("start")
             if not told and start:
                 told = [f"start={str(start).removesuffix('/out').rpartition('/')[2]}"]
