@@ -64,7 +64,9 @@ def test_a_run_goes_on_from_a_step_to_a_length_of_its_own(tmp_path, data, monkey
 def test_a_plan_counts_what_is_left(tmp_path, data):
     context = context_of(tmp_path / "storage", budgets(data), "cool")
     text = describe_pretrain(context.step.config, context)
-    assert ", 2 steps, 192 tokens, " in text
+    assert ", 2 steps, 192 tokens (1.2 epochs in all), " in text  # of 40 rows, in 6 steps of 8
+    once = context_of(tmp_path / "storage", budgets(data), "trunk")
+    assert "epoch" not in describe_pretrain(once.step.config, once)
     assert text.endswith(", after step 4 of trunk")
     planned = planned_training(context.step.config, context)
     assert isinstance(planned, Training)

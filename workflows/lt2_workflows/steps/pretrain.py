@@ -123,13 +123,21 @@ def describe_pretrain(config: PretrainStep, context: StepContext) -> str:
     return (
         f"{amount(cost['parameters']['total'])} parameters ({amount(cost['parameters']['unrolled'])} unrolled)"
         f"{mixing}, "
-        f"{config.train.steps - first:,} steps, {amount(tokens)} tokens, "
+        f"{config.train.steps - first:,} steps, {amount(tokens)} tokens{_epochs(config, context)}, "
         f"{amount(tokens * flops_per_token(run, 'none'))} FLOPs, "
         f"cache {size(cost['cache_bytes_per_sequence'])} per sequence of {seq_len:,}"
         + beginning
         + "".join(f"; {remark}" for remark in remarks(model, config.train, seq_len))
         + "".join(f"; {remark}" for remark in [fresh_mixers(config, context)] if remark)
     )
+
+
+def _epochs(config: PretrainStep, context: StepContext) -> str:
+    """How often the data is read from its beginning to the last step, where it is there and repeated."""
+    facts = dataset_facts(config.data, context, vocab_size=config.model.vocab_size)
+    rows = facts.get("splits", {}).get("train", {}).get("sequences")  # None of what is tokenised while training
+    epochs = config.train.steps * config.train.global_batch_size / rows if rows else 0
+    return f" ({epochs:,.1f} epochs in all)" if epochs > 1 else ""
 
 
 def remarks(model: ModelConfig, train: TrainConfig, seq_len: int) -> Iterator[str]:
