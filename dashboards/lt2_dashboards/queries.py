@@ -30,7 +30,8 @@ PERPLEXITY = (
 _LOOPS = "TRY_CAST(regexp_extract(e.row, '\"n_loops\": ([0-9]+)', 1) AS BIGINT)"
 _EXITS = "(nullif(regexp_extract(e.row, '\"early_exit\": (true|false)', 1), '') = 'true')"
 _AT = "coalesce(' at ' || nullif(regexp_extract(e.row, '\"exit_threshold\": ([0-9.e-]+)', 1), ''), '')"
-_DEPTH = f"(CASE WHEN name = 'depth' THEN {_LOOPS} || ' loops' || if({_EXITS}, ', early exit' || {_AT}, '') END)"
+_IN_WORDS = f"{_LOOPS} || if({_LOOPS} = 1, ' loop', ' loops') || if({_EXITS}, ', early exit' || {_AT}, '')"
+_DEPTH = f"(CASE WHEN name = 'depth' THEN {_IN_WORDS} END)"
 _CURVES = ", ".join(f"'{name}'" for name in READINGS.values())  # SQL: evaluations whose rows are no results
 # SQL: of a run's entry, the id of the workflow that started it; NULL for a run of no workflow
 _WORKFLOW = """nullif(regexp_extract(entry, '"info": \\{"workflow": "([^"]+)"', 1), '')"""

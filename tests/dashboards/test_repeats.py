@@ -31,7 +31,7 @@ def test_of_a_repeated_evaluation_the_last_counts(tmp_path):
     compact(store.storage)
     client = TestClient(create_app(str(tmp_path), Access("none")), base_url="http://localhost")
     found = body(client.get("/api/runs"))
-    depths = {"depth/perplexity/1 loops": 2.0, "depth/perplexity/8 loops": 9.0}
+    depths = {"depth/perplexity/1 loop": 2.0, "depth/perplexity/8 loops": 9.0}
     assert found["rows"][0]["numbers"] == {"validation/perplexity": 2.5, **depths}
     assert found["metrics"][0] == "validation/perplexity"  # what the model is comes before its other depths
 

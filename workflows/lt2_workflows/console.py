@@ -69,9 +69,9 @@ def describe(event: dict[str, Any]) -> str | None:
         stale = f"\n{'':<10} {event['stale']}" if event.get("stale") else ""
         return f"{step} already finished, skipped{drift}{stale}"
     if kind == "waiting":
+        held, silent = f"{step} is being run by {event['holder']}", f"if that stays silent for {event['ttl_s']:.0f} s"
         return (
-            f"{step} is being run by {event['holder']}: waiting, and taking over if that stays silent "
-            f"for {event['ttl_s']:.0f} s"
+            f"{held}: taking over {silent}" if event.get("only_looks") else f"{held}: waiting, and taking over {silent}"
         )
     if kind == "retry":
         why = "was lost" if event["infrastructure"] else "failed"

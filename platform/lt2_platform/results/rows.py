@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lt2.layout import loops_text
 from lt2_platform.evaluate.repeats import counting, is_reading
 from lt2_platform.results.index import Index
 from lt2_platform.results.tables import as_number, flatten, unit_of
@@ -40,6 +41,5 @@ def result_name(evaluation: str, row: Mapping[str, Any]) -> str:
     """What a result is called, e.g. "validation/arc_easy/acc" or "depth/arc_easy/acc/8 loops"."""
     parts = [evaluation, *(str(row[key]) for key in ("task", "metric") if row.get(key) is not None)]
     if evaluation == "depth" and "n_loops" in row:  # a table over depths: its rows differ in nothing else
-        at = "" if row.get("exit_threshold") is None else f" at {row['exit_threshold']}"
-        parts.append(f"{row['n_loops']} loops" + f", early exit{at}" * bool(row.get("early_exit")))
+        parts.append(loops_text(row["n_loops"], row.get("early_exit"), row.get("exit_threshold")))
     return "/".join(parts)

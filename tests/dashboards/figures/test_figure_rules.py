@@ -42,7 +42,7 @@ def test_a_table_over_depths_names_them(tmp_path):
     rows.append(rows[-1] | {"value": 0.45, "exit_threshold": 0.6})
     add(store, "four", uniform("full"), at=100.0, depth=rows, diagnostics=readings(4, 5))
     source = Source(str(tmp_path))
-    names = [f"depth/piqa/acc/{each}" for each in ("1 loops", "4 loops", "4 loops, early exit")]
+    names = [f"depth/piqa/acc/{each}" for each in ("1 loop", "4 loops", "4 loops, early exit")]
     names.append(f"{names[-1]} at 0.6")
     assert [row["key"] for row in compare_page(source, ["four"])["evals"]] == names
     stored = source.snapshot().query("SELECT metric FROM numbers WHERE contains(metric, '/') ORDER BY metric")

@@ -212,6 +212,7 @@ def test_second_driver_refuses_with_no_wait(make_run):
     code, output = run.finish(run.start("--no-wait"))
     assert code == 2, output
     assert "lt2: step first is being run by process" in output
+    assert "waiting" not in output
     assert "Traceback" not in output
     assert one.poll() is None
 

@@ -249,7 +249,8 @@ def _wait_for_turn(driver: Driver, step: Step, watch: Watch) -> int | None:
             return None
         if not told:
             # Of a holder that has just died we cannot tell yet; it costs its time-to-live to be sure.
-            driver.tell(step, "waiting", attempt=newest, holder=describe_holder(holder), ttl_s=holder["ttl_s"])
+            waits = {"ttl_s": holder["ttl_s"], "only_looks": not driver.wait_for_others}
+            driver.tell(step, "waiting", attempt=newest, holder=describe_holder(holder), **waits)
             told = True
         if not driver.wait_for_others and watch.heard():
             raise ConfigError(

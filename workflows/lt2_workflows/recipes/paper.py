@@ -77,7 +77,8 @@ def paper_end_to_end() -> Workflow:
             seq_len=LONG,
             validation_fraction=0.001,
         ),
-        "prepare-extend": prepare.model_copy(update={"seq_len": LONG, "tokenize": "on_the_fly"}),
+        # Tokenised while training, it would hold out other documents, and train on some that are evaluated.
+        "prepare-extend": prepare.model_copy(update={"seq_len": LONG, "max_documents": 1_000_000}),
         "pretrain": pretrain,
         "extend": PretrainStep(
             data=DatasetRef(step="prepare-extend"),
