@@ -16,6 +16,7 @@ from lt2_dashboards.runs.silent import Moment, moment
 from lt2_dashboards.workflows.records import NotThereError, Records
 from lt2_dashboards.workflows.steps import spec_path, step_states
 from lt2_platform.evaluate.repeats import counting, is_reading
+from lt2_platform.evaluate.spans import readable
 from lt2_platform.results.rows import result_name
 from lt2_platform.results.store import RunInfo, differences, flatten
 from lt2_platform.results.tables import as_text, total_steps, unit_of
@@ -35,7 +36,7 @@ def run_page(source: Source, run_id: str) -> dict[str, Any]:
     curves = source.curves(run)
     records, has_step = Records(source.storage), source.storage.exists(spec_path(run_id))
     step = step_states(records, [run_id], source.clock())[run_id] if has_step else None
-    evals = [{"name": name, **row} for _, name, row in snapshot.evals([run_id])]
+    evals = [{"name": name, **readable(row)} for _, name, row in snapshot.evals([run_id])]
     split: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for row in evals:
         split[row["name"] == "depth" and "n_loops" in row].append(row)

@@ -14,6 +14,7 @@ from lt2.config import ConfigError
 from lt2_platform.data.sources.configs import Template
 from lt2_platform.evaluate.config import depth_name
 from lt2_platform.evaluate.repeats import standing
+from lt2_platform.evaluate.spans import difference
 from lt2_platform.evaluate.student import two_sided
 from lt2_platform.results.tables import flatten
 from lt2_platform.storage import Storage
@@ -62,6 +63,27 @@ def compare(a: str, b: str, depths: tuple[str | None, str | None] = (None, None)
     if not rows:
         tasks = [", ".join(sorted({task for task, _ in found})) for found in (left, right)]
         raise ConfigError(f"nothing to compare: {a} has {tasks[0]}; {b} has {tasks[1]}")
+    return rows
+
+
+def compare_losses(a: Mapping[Key, Mapping[str, Any]], b: Mapping[Key, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as of `compare` of two models' stored losses by task and metric, where both are of the same text.
+
+    The standard error is of the difference over groups of the same rows or spans (`spans.difference`), the p-value of
+    Student's t-test over these groups; n counts tokens.
+    """
+    rows = []
+    for key in sorted(a.keys() & b.keys()):
+        one, other = a[key], b[key]
+        named = {"task": key[0], "metric": key[1]}
+        found = difference(one["groups"], other["groups"]) if one.get("data") == other.get("data") else None
+        if found is None:
+            rows.append({**named, "n": 0, "note": "other text, or other batches of it"})
+            continue
+        error, groups = found.get("stderr", math.nan), len(one["groups"].split())
+        p = two_sided(abs(found["value"]) / error, groups - 1) if error else float(found["value"] == 0)
+        row = {"a": one["value"], "b": other["value"], "difference": found["value"], "stderr": error, "p_value": p}
+        rows.append({**named, **row, "n": found["n"], "note": ""})
     return rows
 
 

@@ -34,7 +34,7 @@ ENOUGH = 32  # spans
 
 def positions_rows(config: PositionsConfig, model: LoopedLM, context: TaskContext) -> list[dict[str, Any]]:
     """The task "positions": `loss` over all positions, `late_loss` over the second half of them, and `loss` at each
-    octave of positions, whose rows say its `first` and its last `position`, counted from 1, and have the `groups` of
+    octave of positions, whose rows say its `first` and its last `position`, counted from 1. All have the `groups` of
     spans that `spans.difference` takes.
 
     The standard error is over spans, whose tokens are not independent; `n` counts tokens.
@@ -62,8 +62,7 @@ def positions_rows(config: PositionsConfig, model: LoopedLM, context: TaskContex
         sums_of = nats[:, place], tokens[:, place]
         if not sums_of[1].any():  # these are of conversations' prompts alone
             continue
-        groups = {"groups": grouped(*sums_of)} if where else {}
-        rows.append({"metric": metric, **mean_of_spans(*sums_of), **where, **groups, **more})
+        rows.append({"metric": metric, **mean_of_spans(*sums_of), **where, "groups": grouped(*sums_of), **more})
     return rows
 
 

@@ -5,9 +5,19 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 GROUPS = 64
+KEY = "groups"
+"""Of a row, what `grouped` made of its spans: for computing, not for reading."""
+
+
+def readable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without what nobody reads."""
+    return {name: value for name, value in row.items() if name != KEY}
 
 
 def mean_of_spans(nats: np.ndarray, tokens: np.ndarray) -> dict[str, float]:

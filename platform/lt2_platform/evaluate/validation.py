@@ -19,6 +19,7 @@ from lt2.voting import mean_probability, voted_logprobs
 from lt2_platform.data.stream import PackedDataset
 from lt2_platform.data.tokenizers.tokenize import Tokenizer, load_recorded
 from lt2_platform.evaluate.config import HeldOut, PerplexityConfig
+from lt2_platform.evaluate.spans import grouped, mean_of_spans
 from lt2_platform.evaluate.tasks import TaskContext
 from lt2_platform.progress import Progress, silent
 
@@ -39,8 +40,16 @@ def perplexity_rows(config: PerplexityConfig, model: LoopedLM, context: TaskCont
         progress=context.progress,
     )
     more = {"n": found["tokens"], **said_of(model, context.dataset)}
+    spread = {key: found[key] for key in ("stderr", "groups") if key in found}
     return [
-        {"metric": "loss", "value": found["loss"], "unit": "nats/token", "note": "held-out documents", **more},
+        {
+            "metric": "loss",
+            "value": found["loss"],
+            "unit": "nats/token",
+            "note": "held-out documents",
+            **spread,
+            **more,
+        },
         {"metric": "perplexity", "value": found["perplexity"], "unit": "", "note": "", **more},
     ]
 
@@ -71,6 +80,9 @@ def perplexity(
     vote: a model of random layout is scored by the mean probability of its draws, else by its first draw.
     progress: takes what to show after each batch.
 
+    Returns {loss, perplexity, tokens, sequences, groups, maybe stderr}: the standard error of the loss is over batches,
+    and `groups` is what `spans.difference` takes.
+
     Raises:
         ConfigError: the split is empty, its tokens do not fit the model's vocabulary, or none of them counts.
     """
@@ -86,18 +98,20 @@ def perplexity(
     if vote and isinstance(model.config.layout, RandomLayout):
         objective = partial(voted_loss, document_mask=document_mask)
     device = model.embed.weight.device
-    total, count = 0.0, 0
+    nats, tokens = [], []  # of each batch
     batches = math.ceil(len(part) / batch_size)
     for done, rows in enumerate(chunks(part, batch_size), 1):
         loss_sum, n_tokens, _ = objective(model, Batch.from_numpy(dataset.batch(rows), device))
-        total += float(loss_sum)
-        count += int(n_tokens)
+        nats.append(float(loss_sum))
+        tokens.append(int(n_tokens))
         progress({"message": "perplexity", "batch": done, "batches": batches})
     model.train(was_training)
-    check_counted(count, dataset, part)
-    mean = total / count
+    check_counted(count := sum(tokens), dataset, part)
+    mean = sum(nats) / count
     exponential = math.inf if mean > 709 else math.exp(mean)  # of a model that diverged, no float holds more
-    return {"loss": mean, "perplexity": exponential, "tokens": count, "sequences": len(part)}
+    sums = np.array(nats), np.array(tokens)
+    found = {"loss": mean, "perplexity": exponential, "tokens": count, "sequences": len(part), "groups": grouped(*sums)}
+    return found | {"stderr": error} if (error := mean_of_spans(*sums).get("stderr")) else found
 
 
 def voted_loss(model: LoopedLM, batch: Batch, *, document_mask: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

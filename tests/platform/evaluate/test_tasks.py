@@ -80,7 +80,7 @@ def test_a_task_from_a_users_file_runs_through_the_evaluate_step(tmp_path, data)
     assert result["step"] == 3
     stored = {row["metric"] for row in ResultsStore(Storage(str(root))).results()}
     names = ("copying/accuracy", "perplexity/loss", "perplexity/perplexity")
-    assert stored == {f"depth/{name}/{n_loops} loops" for name in names for n_loops in (1, 3)}
+    assert stored == {f"depth/{name}/{depth}" for name in names for depth in ("1 loop", "3 loops")}
     evals = ResultsStore(Storage(str(root))).index().evals
     assert {name for _, name, _ in evals} == {"depth"}
     assert {(row["task"], row["n_loops"]) for _, _, row in evals} >= {("copying", 1), ("perplexity", 3)}

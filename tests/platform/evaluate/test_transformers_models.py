@@ -230,5 +230,5 @@ def test_needles_made_for_another_vocabulary_are_refused_for_a_folder(tmp_path):
     made = pa.Table.from_pylist(needles.make("niah_single_1", ByteTokenizer(), 900, samples=1))
     pack = str(tmp_path / "pack")
     packs.add(pack, {"niah_single_1_900": {"test": made}}, {"niah_single_1_900": "here"}, tokenizer=ByteTokenizer())
-    with pytest.raises(ConfigError, match="made for tokenizer 'byte', .* build niah_single_1_900 again"):
+    with pytest.raises(ConfigError, match="made for tokenizer 'byte' .*; build niah_single_1_900 again"):
         evaluate_anything(folder, [HarnessConfig(pack=pack, tasks=("niah_single_1_900",))], out=str(tmp_path / "out"))

@@ -1,6 +1,7 @@
 """`lt2 pack`, `lt2 eval` and `lt2 compare` as a user types them."""
 
 import json
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -110,7 +111,8 @@ def test_runs_that_a_recipe_evaluated_are_compared(tmp_path):
     pack, root = tmp_path / "pack", Storage(str(tmp_path / "storage"))
     lt2("pack", "build", pack, *(f"{task}={path}" for task, path in write(tmp_path / "data", arc_easy=arc()).items()))
     task = {"type": "harness", "pack": str(pack), "tasks": ["arc_easy"], "max_length": 200}
-    evaluate = {"type": "evaluate", "checkpoint": {"step": "pretrain"}, "tasks": [task]}
+    tasks = [task, {"type": "perplexity", "batch_size": 1}, {"type": "positions", "length": 3}]
+    evaluate = {"type": "evaluate", "checkpoint": {"step": "pretrain"}, "tasks": tasks}
     data, sizes = write_dataset(tmp_path / "packed"), model().config.model_dump(mode="json")
     runs = []
     for seed in (0, 1):
@@ -124,6 +126,25 @@ def test_runs_that_a_recipe_evaluated_are_compared(tmp_path):
         run_evaluate(context.step.config, context)
     (first, *_) = json.loads(lt2("compare", *runs, "--storage", root.root, "--json"))
     assert (first["task"], first["n"]) == ("arc_easy", len(arc()))
+    rows = {
+        (row["task"], row["metric"]): row for row in json.loads(lt2("compare", *runs, "--storage", root.root, "--json"))
+    }
+    stored = ResultsStore(root).results(runs)
+    for task, metric in (("perplexity", "loss"), ("positions", "loss"), ("positions", "late_loss")):
+        found, values = (
+            rows[task, metric],
+            [row["value"] for row in stored if row["metric"] == f"validation/{task}/{metric}"],
+        )
+        assert sorted(values) == sorted([found["a"], found["b"]])
+        assert found["difference"] == pytest.approx(found["b"] - found["a"], abs=1e-4)
+        assert found["stderr"] > 0
+        assert 0 < found["p_value"] < 1
+    for run in runs:
+        shutil.rmtree(tmp_path / "storage" / "evals" / run, ignore_errors=True)
+    shown = CliRunner().invoke(app, ["compare", *runs, "--storage", root.root])
+    assert shown.exit_code == 0
+    assert "no items of tasks are compared: no evaluation of" in shown.stderr
+    assert "late_loss" in shown.stdout
     info = ResultsStore(root).index().runs[runs[-1]].info  # of a model that no training of ours has logged
     assert list(info.items())[:2] == [("workflow", workflow.id), ("step", runs[-1])]  # in this place it is looked for
 
@@ -273,6 +294,8 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ConfigError, match="not an evaluation pack"):
         lt2("eval", "one-12345678", "--pack", tmp_path, "--storage", root)
     with pytest.raises(ConfigError, match="no evaluation of 'one-12345678'"):
+        lt2("compare", "one-12345678", "one-12345678", "--storage", root)
+    with pytest.raises(ConfigError, match="no checkpoint, run or workflow 'two-12345678'"):
         lt2("compare", "one-12345678", "two-12345678", "--storage", root)
 
 

@@ -81,7 +81,7 @@ def positions(
     from lt2_platform.evaluate.checkpoints import evaluate_checkpoint
     from lt2_platform.evaluate.config import PositionsConfig
     from lt2_platform.evaluate.positions import length_for
-    from lt2_platform.evaluate.spans import difference
+    from lt2_platform.evaluate.spans import difference, readable
     from lt2_platform.evaluate.validation import held_out_rows
     from lt2_platform.storage import Storage
     from lt2_workflows.console import as_json, table
@@ -106,7 +106,7 @@ def positions(
     log_evaluations(root, run, place, found.evaluations())
     rows = [row for row in found.rows if "position" in row]
     if json_:
-        typer.echo(as_json([{key: row[key] for key in row if key != "groups"} for row in rows]))
+        typer.echo(as_json([readable(row) for row in rows]))
         return
     lines: dict[int, dict[str, object]] = {}
     references: dict[int, dict[str, Any]] = {}

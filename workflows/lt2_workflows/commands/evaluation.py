@@ -131,24 +131,49 @@ def compare(
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Per-task differences between two evaluated models on the items both answered, with their significance.
+    """Differences between two evaluated models, with their significance: of tasks on the items both answered, of
+    perplexity and losses by position on the same text.
 
     A run evaluated at several depths is compared at the depth it was trained with.
     """
+    from lt2.config import ConfigError
     from lt2_platform.evaluate.compare import compare as compare_items
+    from lt2_platform.evaluate.compare import compare_losses
     from lt2_platform.storage import Storage
     from lt2_workflows.console import as_json, table
 
     root = Storage(storage)
-    left, right = (evaluation_folder(root, name) for name in (a, b))
-    rows = compare_items(left, right, (trained_depth(root, left), trained_depth(root, right)))
+    runs = [compared_run(root, name) for name in (a, b)]
+    losses = compare_losses(*(stored_losses(root, run) for run in runs))
+    try:
+        left, right = (evaluation_folder(root, name, run) for name, run in zip((a, b), runs))
+        rows = compare_items(left, right, (trained_depth(root, left), trained_depth(root, right))) + losses
+    except ConfigError as error:
+        if not losses:
+            raise
+        rows = losses
+        typer.echo(f"no items of tasks are compared: {error}", err=True)
     if json_:
         typer.echo(as_json(rows))
         return
     typer.echo(table(rows, ["task", "metric", "a", "b", "difference", "stderr", "p_value", "n", "note"]))
     typer.echo(
-        f"\na is {a}, b is {b}; the difference is b - a, stderr its standard error, n the items that both answered"
+        f"\na is {a}, b is {b}; the difference is b - a, stderr its standard error, n the items (of losses the tokens) "
+        "of both"
     )
+
+
+def stored_losses(root: Storage, run: str | None) -> dict[tuple[str, str], dict[str, Any]]:
+    """A run's losses over text by task and metric, those that `compare_losses` can tell apart from chance."""
+    from lt2_platform.evaluate.repeats import counting
+    from lt2_platform.evaluate.spans import KEY
+    from lt2_platform.results.store import ResultsStore
+
+    if run is None:
+        return {}
+    evals = ResultsStore(root).index().evals
+    rows = [row for of, name, row in evals if of == run and name == "validation" and KEY in row]
+    return counting(((row["task"], row["metric"]), row) for row in rows)
 
 
 def paper_table(
@@ -234,13 +259,19 @@ def outside(path: str) -> tuple[str, str]:
     return place, f"eval-{Path(place).stem}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
-def evaluation_folder(root: Storage, name: str) -> str:
-    """Where the evaluations are of a run, a workflow, or a model's path that was evaluated; else a folder of them."""
+def compared_run(root: Storage, name: str) -> str | None:
+    """The run that a name stands for in comparisons, a workflow's too; None for a model's path, or a folder."""
     if "/" in name:
+        return None
+    root.check_readable()
+    return name if root.exists(f"evals/{name}") else scored_run(root, name) or located(root, name)[1]
+
+
+def evaluation_folder(root: Storage, name: str, run: str | None) -> str:
+    """Where the evaluations are of a run, or of a model's path that was evaluated; else a folder of them."""
+    if run is None:
         inside = name if name.startswith("evals/") else f"evals/{outside(name)[1]}"
         return root.join(inside) if root.exists(inside) else name
-    root.check_readable()
-    run = name if root.exists(f"evals/{name}") else scored_run(root, name) or located(root, name)[1]
     if not root.exists(f"evals/{run}"):
         raise config_error(f"no evaluation of {name!r} under {root.root}; run `lt2 eval {name}` first")
     return root.join("evals", run)
