@@ -59,8 +59,12 @@ def positions(
         style = {"showSymbol": True, "symbolSize": 5}
         upper.series.append(line(label, data, position, **style, **marks))
         apart = {at_length(last): found for last, found in _apart(curve, drawn[reference]).items()}
-        ends = [([at, value - error], [at, value + error]) for at, (value, error) in apart.items() if error]
-        lower.series += whiskers(label, ends, position)
+        bars = [
+            ([at, rounded(value - error)], [at, rounded(value + error)])
+            for at, (value, error) in apart.items()
+            if error
+        ]
+        lower.series += whiskers(label, bars, position)
         lower.series.append(line(label, [[at, rounded(value)] for at, (value, _) in apart.items()], position, **style))
     notes = [
         "A point is the mean over the positions since the previous point. All positions come from the same spans of "

@@ -20,6 +20,7 @@ def readable(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != KEY}
 
 
+@np.errstate(invalid="ignore")  # a model that diverged has infinite losses
 def mean_of_spans(nats: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
     """{"value", "n", maybe "stderr"} of the nats per token from the sums of each span, (S,) both.
 
@@ -49,6 +50,7 @@ def _sums(groups: str) -> np.ndarray:
     return np.array([group.split("/") for group in groups.split()], dtype=float).reshape(-1, 2).T
 
 
+@np.errstate(invalid="ignore")
 def difference(first: str, second: str) -> dict[str, float] | None:
     """`mean_of_spans` of how many more nats per token the second has, of what `grouped` made of two models on the same
     spans; None if they are not the same.

@@ -179,7 +179,8 @@ class ResultsStore:
         """
         index = index or self.index()
         chosen = [run for run in index.runs if runs is None or run in runs]
-        elsewhere = {run: flatten(index.runs[run].config) for run in chosen if index.runs[run].elsewhere}
+        others = {run: index.runs[run].config for run in chosen if index.runs[run].elsewhere}
+        elsewhere = {run: flatten({k: v for k, v in config.items() if k != "model"}) for run, config in others.items()}
         differs = differences({run: index.runs[run].config for run in chosen if run not in elsewhere}) | elsewhere
         return [
             {"run": run, **row, "config": differs.get(run, {})}

@@ -64,8 +64,8 @@ class RunInfo:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is a model that no run of this store trained: it has no settings to compare."""
-        return self.state == "evaluated" or "evaluated" in self.config
+        """Whether it is a model that no run of this store trained: it has no settings of a training to compare."""
+        return self.state == "evaluated" or not {"evaluated", "imported"}.isdisjoint(self.config)
 
     def status(self, now: float) -> str:
         """running, stalled (a writer that has been silent for five minutes), finished or failed."""

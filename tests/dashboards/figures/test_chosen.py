@@ -176,9 +176,10 @@ def test_curves_of_different_objectives_say_so_and_have_no_unit_that_does_not_ho
     assert titles == {"plain": in_nats, "distilled": in_nats, "aligned": "Training loss", "own": "Training loss"}
     both = figure(store, "curves", runs="plain,distilled")
     assert "Losses of different objectives (distill, next_token) are not comparable." in both.notes
-    store.create_run("imported", {"config": {"evaluated": "folder"}}).close()  # has no loss to compare
-    beside = figure(store, "curves", runs="distilled,imported").notes
-    assert not any("not comparable" in note for note in beside)
+    for run, config in (("theirs", {"evaluated": "folder"}), ("base", {"imported": {"folder": "hub"}})):
+        store.create_run(run, {"config": config}).close()  # has no loss to compare
+        beside = figure(store, "curves", runs=f"distilled,{run}").notes
+        assert not any("not comparable" in note for note in beside)
     units = {row["run"]: row["unit"] for row in store.results() if row["metric"] == "loss"}
     assert units == {"plain": "nats/token", "distilled": "nats/token", "aligned": "", "own": ""}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -69,6 +70,14 @@ def test_distances_have_the_standard_error_of_the_same_spans(store):
     assert found.rows[1][-2:] == [0.5, pytest.approx(0.3)]
     assert len(series(found, "a")) == len(series(found, "old")) == 2
     assert any("Whiskers: one standard error of the distance from a" in note for note in found.notes)
+
+
+def test_a_model_that_diverged_has_no_points_and_no_whiskers(store):
+    add(store, "a", *curve(2.0, n=2, groups="1.0/1 3.0/1"))
+    add(store, "b", *curve(float("nan"), n=2, groups="1.2/1 nan/1"))
+    found = drawn(store, runs="a,b")
+    json.dumps(found.option, allow_nan=False)
+    assert [point for _, point in series(found, "b")[0]["data"]] == [None]
 
 
 def test_the_length_of_training_is_marked_where_lines_go_on_beyond_it(store):

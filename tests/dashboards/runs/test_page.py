@@ -109,6 +109,7 @@ def test_what_remains_is_reckoned_from_the_last_steps(store, client):
 def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
     add_run(store, "ours", start=time.time())
     store.create_run("step", {"config": {"evaluated": "folder"}}).close()  # of a recipe that evaluated a folder
+    store.create_run("base", {"config": {"model": {"dim": 8}, "imported": {"folder": "hub"}}}).close()
     for run, value in (("ours", 0.5), ("eval-SmolLM-1234", 0.75)):
         store.log_eval(run, "validation", [{"task": "piqa", "metric": "acc", "value": value}])
     found = body(client.get("/api/runs/eval-SmolLM-1234"))
@@ -120,7 +121,9 @@ def test_a_model_from_elsewhere_has_a_page_and_can_be_compared(store, client):
     assert (compared["differs"], compared["same"]["train.lr"], compared["elsewhere"]) == ([], "0.001", 1)
     assert body(client.get("/api/significance?runs=ours,eval-SmolLM-1234"))["pairs"] == {}
     assert client.get("/api/runs/eval-other").status_code == 404
-    assert [body(client.get(f"/api/compare?runs={runs}"))["differs"] for runs in ("step,ours", "step")] == [[], []]
+    assert [
+        body(client.get(f"/api/compare?runs={runs}"))["differs"] for runs in ("step,ours", "step", "base,ours")
+    ] == [[]] * 3
 
 
 def test_compared_results_begin_with_what_the_models_are(store, client):

@@ -52,3 +52,12 @@ def test_other_spans_have_no_difference():
     assert difference(one, "") is None
     assert difference("", "") is None
     assert difference(one, one) == {"value": 0.0, "n": 12, "stderr": 0.0}
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_a_model_that_diverged_nothing_is_known():
+    good, bad = grouped(np.ones(2), np.full(2, 3)), grouped(np.array([np.inf, 1.0]), np.full(2, 3))
+    for pair in ((good, bad), (bad, bad)):
+        found = difference(*pair)
+        assert found
+        assert np.isnan(found["stderr"])

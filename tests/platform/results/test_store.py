@@ -82,9 +82,12 @@ def test_results_rows_name_what_differs(local):
     assert {row["config"]["train.seed"] for row in local.results(["r1", "r2"])} == {1, 2}
     local.create_run("their", {"config": {"evaluated": "folder"}}).close()
     local.log_eval("their", "validation", [{"task": "t", "metric": "acc", "value": 0.5}])
-    configs = [row["config"] for row in local.results()]  # it has no settings, and those of the others are the same
+    local.create_run("base", {"config": {"model": {"dim": 8}, "imported": {"folder": "hub"}}}).close()
+    local.log_eval("base", "validation", [{"task": "t", "metric": "acc", "value": 0.5}])
+    configs = [row["config"] for row in local.results()]  # they were not trained here: the others differ as before
     assert {"train.seed": 1} in configs
     assert {"evaluated": "folder"} in configs
+    assert {"imported.folder": "hub"} in configs
 
 
 def test_notes_and_readings_inside_a_model_are_no_results(local):

@@ -134,6 +134,9 @@ def test_a_tokenizer_changed_in_place_is_told(tmp_path):
     )
     write_tokenizer(spec, "one")
     assert "TOKENIZER" not in outdated(step, context)
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "TokenizersBackend"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))  # the file is as it was
+    assert f"THE TOKENIZER HAS CHANGED since: {spec} now begins no text with BOS" in outdated(step, context)
     spec.unlink()
     assert "TOKENIZER" not in outdated(step, context)  # the dataset has its own
 

@@ -14,8 +14,8 @@ from lt2_platform.data.prepare import PrepareConfig, chat_templates, prepare
 from lt2_platform.data.sources.configs import STDLIB, describe, paths_of
 from lt2_platform.data.sources.listing import changed_since
 from lt2_platform.data.sources.paths import look_for
+from lt2_platform.data.tokenizers.tokenize import change_since, load_tokenizer
 from lt2_platform.data.tokenizers.tokenize import describe as tokenizer_record
-from lt2_platform.data.tokenizers.tokenize import is_as_recorded, load_tokenizer
 from lt2_platform.remake import remaking
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_platform.wording import amount
@@ -94,7 +94,8 @@ def _if_in_reach(changes: Callable[[], list[str]]) -> list[str]:
 
 
 def _tokenizer_changes(spec: str, record: dict[str, Any]) -> list[str]:
-    return [] if spec == "byte" or is_as_recorded(spec, record) else [f"{spec} has other content"]
+    change = "" if spec == "byte" else change_since(spec, record)
+    return [f"{spec} {change}"] if change else []
 
 
 @step_type(PrepareStep, describe=describe_prepare, outdated=input_changes, places=prepare_places)

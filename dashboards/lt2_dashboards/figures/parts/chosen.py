@@ -84,7 +84,7 @@ def _differ(runs: Iterable[RunInfo], metric: str) -> str:
 
 def mixed_losses(runs: Iterable[RunInfo]) -> list[str]:
     """The notes on training losses that are not one quantity; none where they are."""
-    runs = [run for run in runs if "evaluated" not in run.config]  # those models have no training loss here
+    runs = [run for run in runs if not run.elsewhere]  # those models have no training loss here
     kinds = sorted({objective_of(run.config) for run in runs})
     if len(kinds) > 1:
         return [f"Losses of different objectives ({', '.join(kinds)}) are not comparable."]

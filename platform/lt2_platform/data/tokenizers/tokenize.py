@@ -122,10 +122,15 @@ def tokenizer_files(spec: str) -> dict[str, bytes]:
     return {f"tokenizer/{each}": storage.read_bytes(each) for each in names}
 
 
-def is_as_recorded(spec: str, record: dict[str, Any]) -> bool:
-    """Whether the file is now what `describe` said of it, its name aside. Raises as `load_tokenizer` does."""
-    now = describe(_load(absolute(spec), spec))  # afresh, whatever this process has loaded before
-    return all(now[key] == record[key] for key in now if key != "name")
+def change_since(spec: str, record: dict[str, Any]) -> str:
+    """How the file is now other than `describe` said of it, its name aside; "" if it is not. Raises as `load_tokenizer`
+    does."""
+    tokenizer = _load(absolute(spec), spec)  # afresh, whatever this process has loaded before
+    now = describe(tokenizer)
+    changed = {key for key in now if key != "name" and now[key] != record[key]}
+    if changed == {"bos_id"} and now["bos_id"] is None and record["bos_id"] == tokenizer.prefix_id:
+        return "now begins no text with BOS, as in transformers"  # older LT2 began every text with it
+    return "has other content" if changed else ""
 
 
 @functools.lru_cache(maxsize=4)  # a worker process reads a tokenizer once, not once per unit
