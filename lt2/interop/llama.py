@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lt2.config import ConfigError, ModelConfig
-from lt2.interop.reading import model_config
+from lt2.interop.reading import check_sizes, model_config
 from lt2.interop.rope import rope_from
 
 MAX_SEQ_LEN = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
@@ -30,6 +30,7 @@ def config_from_llama(stored: dict[str, Any]) -> ModelConfig:
         ConfigError: what `model_config`, `rope_from` and `windows` raise.
     """
     kind = stored["model_type"]
+    check_sizes(stored, kind, "max_position_embeddings", "sliding_window", "max_window_layers")
     longest = stored.get("max_position_embeddings") or MAX_SEQ_LEN[kind]
     window, full_layers = windows(stored, kind)
     if window is not None and window >= longest:
@@ -57,9 +58,12 @@ def windows(stored: dict[str, Any], kind: str) -> tuple[int | None, tuple[int, .
         return None, ()
     window = stored.get("sliding_window", 4096) if stored.get("use_sliding_window") else None
     types = stored.get("layer_types")
-    n_layers = stored.get("num_hidden_layers", len(types or ()))  # where they are missing, `model_config` says so
+    n_layers = stored["num_hidden_layers"]
     if types is None:
-        first = n_layers if window is None else stored.get("max_window_layers", 28)
+        upper = stored.get("max_window_layers", 28)
+        if window is not None and upper is None:
+            raise ConfigError(f"{kind} config has sliding windows and max_window_layers null; say from which layer on")
+        first = n_layers if window is None else upper
         types = ["full_attention" if layer < first else "sliding_attention" for layer in range(n_layers)]
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ConfigError(f"{kind} config has layer_types {', '.join(unknown)}, which cannot be imported")

@@ -55,6 +55,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return _json_object(file)
 
 
+def check_sizes(stored: dict[str, Any], kind: str, *optional: str) -> None:
+    """Raise ConfigError unless SIZES are whole numbers, and so are the `optional` settings that are there."""
+    lacking = [name for name in SIZES if stored.get(name) is None]
+    if lacking:
+        raise ConfigError(f"{kind} config has no {', '.join(lacking)}; give another checkpoint, or download it again")
+    given = [name for name in (*SIZES, *optional) if name in SIZES or stored.get(name) is not None]
+    if wrong := [f"{name}={stored[name]!r}" for name in given if type(stored[name]) is not int]:
+        raise ConfigError(
+            f"{kind} config has {', '.join(wrong)}, where a whole number belongs; correct its config.json"
+        )
+
+
 def model_config(
     stored: dict[str, Any],
     kind: str,
@@ -73,9 +85,7 @@ def model_config(
     Raises:
         ConfigError: sizes that are missing or impossible, or a setting whose computation we do not have.
     """
-    lacking = [name for name in SIZES if name not in stored]
-    if lacking:
-        raise ConfigError(f"{kind} config has no {', '.join(lacking)}; give another checkpoint, or download it again")
+    check_sizes(stored, kind)
     unsupported = {
         "hidden_act": stored.get("hidden_act", "silu") != "silu",
         "use_sliding_window": stored.get("use_sliding_window", False),

@@ -284,7 +284,10 @@ def _fingerprint(
     if isinstance(config.source, SourceConfig):
         settings["source"] = identity(config.source)
         versions = [[*version, file.source] for version, file in zip(versions, files, strict=True)]
-    return sha256_of([SCHEMA_VERSION, sources.PIECE_BYTES, settings, tokenizer.sha256, versions])
+    made_of = [SCHEMA_VERSION, sources.PIECE_BYTES, settings, tokenizer.sha256, versions]
+    if tokenizer.bos_id != tokenizer.prefix_id:  # older LT2 began every text with BOS, from the same file
+        made_of.append({"bos_id": tokenizer.bos_id})
+    return sha256_of(made_of)
 
 
 def _settings(config: PrepareConfig) -> dict[str, Any]:

@@ -219,6 +219,13 @@ def test_the_rotary_table_that_old_checkpoints_hold_is_left_out(tmp_path: Path):
         ({"model_type": "phi"}, "has a model of type 'phi'; only ouro, llama, mistral, qwen2, qwen3 can be imported"),
         ({"model_type": "mistral", "attention_bias": True}, "mistral config has attention_bias=True, which cannot be"),
         ({"mlp_bias": True}, "llama config has mlp_bias=True"),
+        ({"hidden_size": None}, "llama config has no hidden_size; give another checkpoint"),
+        ({"model_type": "qwen2", "num_hidden_layers": None}, "qwen2 config has no num_hidden_layers"),
+        ({"model_type": "mistral", "sliding_window": "8"}, "sliding_window='8', where a whole number belongs"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": None},
+            "qwen2 config has sliding windows and max_window_layers null; say from which layer on",
+        ),
         ({"use_sliding_window": True}, "llama config has use_sliding_window=True"),
         ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 3}, "mistral config has layer_types=["),
         ({"model_type": "mistral", "sliding_window": 0}, "mistral config: window: window is 0; it counts the token"),

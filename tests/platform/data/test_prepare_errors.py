@@ -158,6 +158,24 @@ def test_other_special_tokens_of_the_same_tokenizer_are_another_dataset(folder, 
         prepare(config, str(folder / "one"))
 
 
+def test_texts_that_do_not_begin_with_bos_are_other_data(folder, no_ray):
+    vocabulary = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1, "<s>": 2}, "unk_token": "a"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": vocabulary}))
+    config = PrepareConfig(
+        source=f"{folder}/long.jsonl", seq_len=1, tokenizer=f"{folder}/tokenizer.json", validation_fraction=0
+    )
+    found = {}
+    for out, more in (("usual", {}), ("theirs", {"tokenizer_class": "TokenizersBackend"}), ("none", None)):
+        settings = folder / "tokenizer_config.json"
+        settings.unlink() if more is None else settings.write_text(json.dumps({"eos_token": "</s>"} | more))
+        tokenize._loaded.cache_clear()
+        manifest = prepare(config, str(folder / out))
+        found[out] = manifest["tokenizer"]["bos_id"], manifest["fingerprint"]
+    assert [bos for bos, _ in found.values()] == [2, None, 2]
+    assert found["usual"] == found["none"]
+    assert found["usual"][1] != found["theirs"][1]
+
+
 def test_a_failure_keeps_what_else_is_in_the_folder(folder, no_ray):
     (folder / "out").mkdir()
     (folder / "out" / "mine.txt").write_text("keep me")

@@ -34,6 +34,19 @@ def test_it_prints_what_the_library_gives_at_that_depth(loops, tmp_path):
     assert result.stderr.endswith("on cpu, 1 loop\n" if loops else f"on cpu, {net.depth} loops\n")
 
 
+@pytest.mark.parametrize("prefix", [256, None])
+def test_no_text_is_bos_also_where_texts_do_not_begin_with_it(prefix, tmp_path, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "bos_id", None)
+    monkeypatch.setattr(ByteTokenizer, "prefix_id", prefix)
+    net, tokenizer = model(seed=2), load_tokenizer("byte")
+    begin = [tokenizer.eos_id if prefix is None else prefix]
+    (tokens,) = generate(net, [begin], max_new_tokens=12, temperature=0.8, eos_id=tokenizer.eos_id)
+    arguments = ["generate", save(tmp_path, net), "", "--max-new-tokens", "12", "--device", "cpu"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == tokenizer.decode(tokens) + "\n"
+
+
 def test_an_exit_gate_at_another_threshold(tmp_path):
     net, tokenizer = model(seed=2, n_loops=4, halting={"type": "exit_gate"}), load_tokenizer("byte")
     (tokens,) = generate(

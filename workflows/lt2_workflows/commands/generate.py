@@ -77,7 +77,8 @@ def generate(
         model = model.at_depth(loops, halting=False)
     tokenizer = load_recorded(info)
     if template is None:
-        prompt, shown = encode(tokenizer, text), Shown(tokenizer, text)
+        empty = tokenizer.eos_id if tokenizer.prefix_id is None else tokenizer.prefix_id
+        prompt, shown = encode(tokenizer, text) or [empty], Shown(tokenizer, text)
     else:
         prompt = [
             *encode(tokenizer, ""),
