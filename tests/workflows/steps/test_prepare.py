@@ -195,6 +195,8 @@ def test_rows_that_were_left_out_are_counted_beside_all_of_them_with_the_reasons
     assert prepare.left_out(manifest) == "3 of 11 rows could not be used (2 unknown role, 1 empty text)"
     manifest["quarantine"]["reasons"] = {"unknown role": 3}
     assert prepare.left_out(manifest) == "3 of 11 rows could not be used (unknown role)"
+    live = {"sources": [{"documents": None}], "splits": {"validation": {"documents": 7}}}
+    assert prepare.left_out(manifest | live) == "3 of 10 held-out rows could not be used (unknown role)"
 
 
 @pytest.mark.parametrize(("held_out", "fraction", "said"), [(0, 0.01, True), (0, 0, False), (1, 0.01, False)])

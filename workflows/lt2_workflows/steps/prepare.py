@@ -140,13 +140,18 @@ def shares(manifest: dict[str, Any]) -> str:
 
 
 def left_out(manifest: dict[str, Any]) -> str:
-    """'153 of 300 rows could not be used (unknown role)', with the commonest reasons."""
+    """'153 of 300 rows could not be used (unknown role)', with the commonest reasons; of what is tokenised while
+    training, the rows held out are meant, which alone are read."""
     quarantine = manifest["quarantine"]
-    used = sum(source["documents"] + source.get("left_out", 0) for source in manifest["sources"])
+    live = any(source["documents"] is None for source in manifest["sources"])
+    if live:
+        used = manifest["splits"]["validation"]["documents"]
+    else:
+        used = sum(source["documents"] + source.get("left_out", 0) for source in manifest["sources"])
     reasons = sorted(quarantine["reasons"].items(), key=lambda item: -item[1])
     named = ", ".join(f"{count:,} {reason}" for reason, count in reasons[:3]) if len(reasons) > 1 else reasons[0][0]
     more = f", {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
-    return f"{quarantine['rows']:,} of {quarantine['rows'] + used:,} rows could not be used ({named}{more})"
+    return f"{quarantine['rows']:,} of {quarantine['rows'] + used:,} {'held-out ' * live}rows could not be used ({named}{more})"
 
 
 def data_templates(data: DatasetRef | str, context: StepContext) -> list[str]:
