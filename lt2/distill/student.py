@@ -124,14 +124,15 @@ def check_start(student: LoopedLM, source: LoopedLM) -> None:
             lacking = f"it has {name}, which the model here lacks{_why(student, source)}"
             raise ConfigError(f"cannot start from this model: {lacking}")
     layout = student.config.layout
+    advice = "give both mixers the same settings"
+    if (layout.type == "random") != (source.config.layout.type == "random"):
+        advice = "with layout 'random' mixers of a layer share projections, so both models must have it or neither"
     for layer, (ours, block) in enumerate(zip(cast(list[Block], student.blocks), cast(list[Block], source.blocks))):
         for kind in sorted(ours.mixers.keys() & block.mixers.keys()):  # or it is another function than was trained
             here, there = ({name for name, _ in each.mixers[kind].named_parameters()} for each in (ours, block))
             for name in sorted(here ^ there):
                 lacking = f"{name} of {kind} {'there' if name in here else 'here'}"
-                raise ConfigError(
-                    f"cannot start from this model: layer {layer} has no {lacking}; give both mixers the same settings"
-                )
+                raise ConfigError(f"cannot start from this model: layer {layer} has no {lacking}; {advice}")
         new = ours.mixers.keys() - block.mixers.keys()
         if isinstance(layout, KeptLayout) and layout.attention.weights in new:
             raise ConfigError(

@@ -191,6 +191,10 @@ def test_mistakes_are_named():
         start_from(teacher({"type": "uniform", "mixer": {"type": "full", "num_kv_heads": 1}}), teacher(BIASED))
     with pytest.raises(ConfigError, match="layer 0 has no k_norm.weight of softmax there"):
         start_from(teacher({"type": "uniform", "mixer": {"type": "full", "qk_norm": True}}), teacher())
+    shared = teacher({"type": "random", "attention": {"type": "full"}, "mixer": GDN.model_dump()})
+    for ours, theirs in ((shared, teacher()), (teacher(), shared)):
+        with pytest.raises(ConfigError, match=r"k_proj.weight of softmax \w+; with layout 'random' mixers of a layer"):
+            start_from(ours, theirs)
     with pytest.raises(ConfigError, match="it has 2 layers, not 3"):
         start_from(convert(teacher(), GDN), tiny.model(tiny.FULL))
 

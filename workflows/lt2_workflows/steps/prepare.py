@@ -151,7 +151,8 @@ def left_out(manifest: dict[str, Any]) -> str:
     reasons = sorted(quarantine["reasons"].items(), key=lambda item: -item[1])
     named = ", ".join(f"{count:,} {reason}" for reason, count in reasons[:3]) if len(reasons) > 1 else reasons[0][0]
     more = f", {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
-    return f"{quarantine['rows']:,} of {quarantine['rows'] + used:,} {'held-out ' * live}rows could not be used ({named}{more})"
+    rows = f"{quarantine['rows'] + used:,} {'held-out ' * live}rows"
+    return f"{quarantine['rows']:,} of {rows} could not be used ({named}{more})"
 
 
 def data_templates(data: DatasetRef | str, context: StepContext) -> list[str]:
