@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlamaConfig
 
 from lt2.config import ConfigError
 from lt2_platform.data.tokenizers.tokenize import load_tokenizer
@@ -17,6 +18,7 @@ from lt2_workflows.graph import Workflow
 from lt2_workflows.inputs import check_inputs
 from lt2_workflows.loading import workflow_from_record
 from lt2_workflows.plan import describe_plan
+from tests.lt2.interop.test_pretrained import SIZES
 from tests.platform.evaluate.tiny import MODEL, model, save
 
 TRAIN = {"steps": 4, "global_batch_size": 2}
@@ -196,6 +198,23 @@ def test_another_tokenizer_of_the_same_size(tmp_path: Path, storage: Storage):
         )
         steps["prepare"]["tokenizer"] = other  # by its file, or at least by its vocabulary
         check_inputs(workflow := workflow_from_record(record, source="test"), storage, workflow.steps.values())
+
+
+def test_an_imported_model_is_evaluated_on_data_of_its_own_tokenizer(tmp_path: Path, storage: Storage):
+    ours, other = tokenizer(tmp_path / "ours", "ab " * 99), tokenizer(tmp_path / "other", "xy " * 99)
+    LlamaConfig(**SIZES | {"vocab_size": 300}).save_pretrained(tmp_path / "ours")
+    (tmp_path / "ours/model.safetensors").write_bytes(b"")
+    record: Any = made(tmp_path, tasks=[{"type": "perplexity"}]).record()
+    steps = record["steps"]
+    del steps["pretrain"]
+    steps["base"] = {"type": "import_model", "folder": str(tmp_path / "ours")}
+    steps["evaluate"]["checkpoint"] = {"step": "base"}
+    steps["prepare"]["tokenizer"] = ours
+    check_inputs(workflow := workflow_from_record(record, source="test"), storage, workflow.steps.values())
+    steps["prepare"]["tokenizer"] = other
+    said = told(workflow_from_record(record, source="test"), storage)
+    assert said.startswith("evaluate: data: it is prepared with tokenizer 'tokenizer.json' (")
+    assert "the model of step base is trained with" in said
 
 
 def test_a_chat_of_a_model_without_conversations(tmp_path: Path, storage: Storage):

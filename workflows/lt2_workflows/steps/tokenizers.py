@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt2.config import ConfigError
@@ -21,11 +22,8 @@ from lt2_workflows.steps.refs import CheckpointRef, DatasetRef
 if TYPE_CHECKING:
     from lt2_platform.data.tokenizers.tokenize import Tokenizer
 
-READ_DATA = (
-    DiagnosticsConfig,
-    PerplexityConfig,
-    PositionsConfig,
-)  # tasks that refuse data of another tokenizer; others may not read it
+READ_DATA = (DiagnosticsConfig, PerplexityConfig, PositionsConfig)
+"""Tasks that refuse data of another tokenizer; others may not read it."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,14 @@ def of_data(data: DatasetRef | str, context: StepContext) -> Known:
 
 
 def of_model(checkpoint: CheckpointRef | str, context: StepContext) -> Known | None:
-    """The tokenizer of the data that a checkpoint was, or will be, trained on; None where nothing tells yet."""
-    from lt2_platform.data.tokenizers.tokenize import load_recorded
+    """The tokenizer of a checkpoint: of the data that it was, or will be, trained on, or of its model's folder; None
+    where nothing tells yet."""
+    from lt2_platform.data.tokenizers.tokenize import describe, load_recorded, load_tokenizer
     from lt2_platform.storage import Storage
     from lt2_workflows.steps.average import AverageStep
     from lt2_workflows.steps.distill import DistillStep
     from lt2_workflows.steps.pretrain import PretrainStep, info_if_there
+    from lt2_workflows.steps.teacher import ImportModelStep
 
     if isinstance(checkpoint, str):
         info = info_if_there(checkpoint)
@@ -69,6 +69,10 @@ def of_model(checkpoint: CheckpointRef | str, context: StepContext) -> Known | N
     trained = context.workflow.configs[checkpoint.step]
     if isinstance(trained, AverageStep):
         return of_model(trained.checkpoint, context)
+    if isinstance(trained, ImportModelStep):
+        spec = trained.tokenizer or str(Path(trained.folder, "tokenizer.json").expanduser())
+        there = spec == "byte" or Path(spec).expanduser().is_file()
+        return Known(describe(load_tokenizer(spec)), partial(load_tokenizer, spec)) if there else None
     return of_data(trained.data, context) if isinstance(trained, PretrainStep | DistillStep) else None
 
 
