@@ -159,7 +159,7 @@ def compare(
     typer.echo(table(rows, ["task", "metric", "a", "b", "difference", "stderr", "p_value", "n", "note"]))
     typer.echo(
         f"\na is {a}, b is {b}; the difference is b - a, stderr its standard error, n the items (of losses the tokens) "
-        "of both"
+        "of both. Errors are over items and text; what another seed of training would change is not in them."
     )
 
 
