@@ -269,8 +269,8 @@ def _parse_ranks(content: bytes, spec: str) -> dict[bytes, int]:
 class HubTokenizer:
     """A `tokenizers` file; BOS and EOS come from tokenizer_config.json beside it, else from their usual names.
 
-    Texts of a model of others begin with BOS (`bos_id`) only where transformers would begin them so: models trained
-    without it are worse with it. `prefix_id` is BOS in any case.
+    Texts of a model of others begin with BOS (`bos_id`) only where transformers would begin them so: with a BOS that it
+    was not trained with, a model answers otherwise. `prefix_id` is BOS in any case.
     """
 
     _BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
