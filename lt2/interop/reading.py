@@ -60,7 +60,7 @@ def check_sizes(stored: dict[str, Any], kind: str, *optional: str) -> None:
     lacking = [name for name in SIZES if stored.get(name) is None]
     if lacking:
         raise ConfigError(f"{kind} config has no {', '.join(lacking)}; give another checkpoint, or download it again")
-    given = [name for name in (*SIZES, *optional) if name in SIZES or stored.get(name) is not None]
+    given = [name for name in (*SIZES, *optional) if stored.get(name) is not None]
     if wrong := [f"{name}={stored[name]!r}" for name in given if type(stored[name]) is not int]:
         raise ConfigError(
             f"{kind} config has {', '.join(wrong)}, where a whole number belongs; correct its config.json"

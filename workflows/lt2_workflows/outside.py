@@ -9,11 +9,13 @@ import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lt2.config import ConfigError
 from lt2_platform.source_files import python_sources
 from lt2_platform.storage_errors import STORAGE_ERRORS
 from lt2_workflows.engine.context import StepContext
+from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.inputs import places_of
 
 USED_AS_IT_IS = "are used as they are; to start afresh, rename what has changed or use another --storage"
@@ -34,6 +36,13 @@ def note(context: StepContext) -> dict[str, dict[str, str]]:
                 with suppress(ConfigError, *STORAGE_ERRORS):
                     found.setdefault(place.uri, {}).update(place.version(place.uri))
     return found
+
+
+def stale(context: StepContext, done: Mapping[str, Any]) -> str:
+    """What has changed since the step with this done record finished, by the record's notes or as the step itself
+    tells; "" if nothing has."""
+    outdated = STEP_TYPES[context.step.config.type].outdated
+    return changes(context, done.get("read", {})) or (outdated(context.step.config, context) if outdated else "")
 
 
 def changes(context: StepContext, noted: Mapping[str, Mapping[str, str]]) -> str:

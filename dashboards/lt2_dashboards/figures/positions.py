@@ -19,6 +19,7 @@ from lt2_platform.wording import first_of
 MAX_RUNS = 8  # newest first, where none are named
 Row = dict[str, Any]
 Curve = dict[int, Row]  # by the last position of each octave
+Distances = dict[int, tuple[float, float | None]]  # (value, standard error) likewise
 Depth = tuple[int, bool, float | None]  # loops, early exit, its threshold
 
 
@@ -38,14 +39,17 @@ def positions(
     shown = [run for run in runs if run in by_run] if runs else list(by_run)[:MAX_RUNS]
     infos, names = snapshot.runs(shown), told_apart(snapshot, shown)
     drawn: dict[str, Curve] = {}
+    distances: dict[str, Distances] = {}  # of each curve from the first
     table: list[list[Any]] = []
     for run in shown:
         for depth, curve in _curves(by_run[run], None if depths else infos.get(run)).items():
-            drawn[f"{names[run]}: {loops_text(*depth)}" if depths else names[run]] = curve
-            apart = _apart(curve, next(iter(drawn.values()))) if len(drawn) > 1 else {}
+            label = f"{names[run]}: {loops_text(*depth)}" if depths else names[run]
+            drawn[label] = curve
+            distances[label] = apart = _apart(curve, next(iter(drawn.values())))
+            compared = len(drawn) > 1
             for last, row in curve.items():
-                line_of = [run, loops_text(*depth), row["first"], last, row["value"], row.get("stderr"), row.get("n")]
-                table.append([*line_of, *apart.get(last, (None, None))])
+                known = [run, loops_text(*depth), row["first"], last, row["value"], row.get("stderr"), row.get("n")]
+                table.append(known + list(apart.get(last, (None, None)) if compared else (None, None)))
     ends = [last for curve in drawn.values() for last in curve]
     axis = by_length("position in the document", ends)
     trained = {_trained_at(infos[run]) for run in shown if run in infos}
@@ -58,7 +62,7 @@ def positions(
         marks = {"markLine": {"data": [{"xAxis": at_length(n)} for n in beyond]}} if beyond and not position else {}
         style = {"showSymbol": True, "symbolSize": 5}
         upper.series.append(line(label, data, position, **style, **marks))
-        apart = {at_length(last): found for last, found in _apart(curve, drawn[reference]).items()}
+        apart = {at_length(last): found for last, found in distances[label].items()}
         bars = [
             ([at, rounded(value - error)], [at, rounded(value + error)])
             for at, (value, error) in apart.items()
@@ -106,7 +110,7 @@ def _of_one_evaluation(rows: list[Row]) -> Curve:
     return dict(sorted(counting((row["position"], row) for row in kept).items()))
 
 
-def _apart(curve: Curve, reference: Curve) -> dict[int, tuple[float, float | None]]:
+def _apart(curve: Curve, reference: Curve) -> Distances:
     """How far a curve is above another where both are of the same spans, and the standard error if that is known."""
     found = {}
     for last in curve.keys() & reference.keys():

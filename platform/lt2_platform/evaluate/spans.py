@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 
 GROUPS = 64
-KEY = "groups"
-"""Of a row, what `grouped` made of its spans: for computing, not for reading."""
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without what nobody reads."""
-    return {name: value for name, value in row.items() if name != KEY}
+    """A row without its `groups`, which are for computing and not for reading."""
+    return {name: value for name, value in row.items() if name != "groups"}
 
 
 @np.errstate(invalid="ignore")  # a model that diverged has infinite losses

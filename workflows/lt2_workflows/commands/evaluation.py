@@ -13,6 +13,7 @@ from lt2_workflows.commands.options import AskedByOption, JsonOption, StorageOpt
 
 if TYPE_CHECKING:
     from lt2_platform.evaluate.config import HarnessConfig
+    from lt2_platform.results.index import Index
     from lt2_platform.storage import Storage
 
 Number = TypeVar("Number", int, float)
@@ -139,15 +140,18 @@ def compare(
     from lt2.config import ConfigError
     from lt2_platform.evaluate.compare import compare as compare_items
     from lt2_platform.evaluate.compare import compare_losses
+    from lt2_platform.results.store import ResultsStore
     from lt2_platform.storage import Storage
     from lt2_workflows.console import as_json, table
 
     root = Storage(storage)
     runs = [compared_run(root, name) for name in (a, b)]
-    losses = compare_losses(*(stored_losses(root, run) for run in runs))
+    index = ResultsStore(root).index()
+    losses = compare_losses(*(stored_losses(index, run) for run in runs))
     try:
         left, right = (evaluation_folder(root, name, run) for name, run in zip((a, b), runs))
-        rows = compare_items(left, right, (trained_depth(root, left), trained_depth(root, right))) + losses
+        rows = compare_items(left, right, (trained_depth(root, index, left), trained_depth(root, index, right)))
+        rows += losses
     except ConfigError as error:
         if not losses:
             raise
@@ -163,16 +167,11 @@ def compare(
     )
 
 
-def stored_losses(root: Storage, run: str | None) -> dict[tuple[str, str], dict[str, Any]]:
+def stored_losses(index: Index, run: str | None) -> dict[tuple[str, str], dict[str, Any]]:
     """A run's losses over text by task and metric, those that `compare_losses` can tell apart from chance."""
     from lt2_platform.evaluate.repeats import counting
-    from lt2_platform.evaluate.spans import KEY
-    from lt2_platform.results.store import ResultsStore
 
-    if run is None:
-        return {}
-    evals = ResultsStore(root).index().evals
-    rows = [row for of, name, row in evals if of == run and name == "validation" and KEY in row]
+    rows = [row for of, name, row in index.evals if of == run and name == "validation" and "groups" in row]
     return counting(((row["task"], row["metric"]), row) for row in rows)
 
 
@@ -298,12 +297,11 @@ def scored_run(root: Storage, workflow: str) -> str | None:
     return newest
 
 
-def trained_depth(root: Storage, folder: str) -> str | None:
+def trained_depth(root: Storage, index: Index, folder: str) -> str | None:
     """The folder name of a run's evaluations at its own depth; None if there are none, and for other folders."""
     from lt2_platform.evaluate.compare import own_depth
-    from lt2_platform.results.store import ResultsStore
 
     run = folder.removeprefix(root.join("evals") + "/")
-    info = ResultsStore(root).index().runs.get(run)
+    info = index.runs.get(run)
     depth = None if info is None else own_depth(info.config)
     return depth if depth and root.glob(f"evals/{run}/**/{depth}/samples/*.jsonl") else None

@@ -25,9 +25,9 @@ from lt2_workflows.engine.cores import side_by_side
 from lt2_workflows.engine.endings import BAD_INPUT, BUSY, DONE, INFRASTRUCTURE, INTERRUPTED
 from lt2_workflows.engine.local_ray import ray_head, unanswered
 from lt2_workflows.engine.records import TTL_S, Events, Watch, describe_holder, read_done, release_for, write_workflow
-from lt2_workflows.graph import STEP_TYPES, Step, Workflow
+from lt2_workflows.graph import Step, Workflow
 from lt2_workflows.inputs import check_inputs, check_settings
-from lt2_workflows.outside import changes
+from lt2_workflows.outside import stale
 from lt2_workflows.provenance import drift, provenance
 
 if TYPE_CHECKING:
@@ -227,14 +227,10 @@ def _finished(driver: Driver, step: Step, done: dict[str, Any], ran: bool) -> Ou
     if ran:
         driver.tell(step, "done", attempt=done["attempt"], result=done["result"])
         return Outcome("done", done["attempt"], log=log)
-    changed, outdated = drift(done["provenance"], provenance()), STEP_TYPES[step.config.type].outdated
-    stale = ""
+    changed, told = drift(done["provenance"], provenance()), ""
     if driver.workflow.part_of is None:  # not once for every trial of a sweep
-        context = StepContext(driver.storage, driver.workflow, step)
-        stale = changes(context, done.get("read", {}))
-        if outdated is not None:
-            stale = stale or driver.ask(partial(outdated, step.config, context))
-    driver.tell(step, "skipped", attempt=done["attempt"], result=done["result"], drift=changed, stale=stale)
+        told = driver.ask(partial(stale, StepContext(driver.storage, driver.workflow, step), done))
+    driver.tell(step, "skipped", attempt=done["attempt"], result=done["result"], drift=changed, stale=told)
     return Outcome("skipped", done["attempt"], log=log)
 
 

@@ -12,9 +12,8 @@ from lt2.config import ConfigError
 from lt2_platform.wording import first_of
 from lt2_workflows.engine.context import StepContext
 from lt2_workflows.engine.records import read_done
-from lt2_workflows.graph import STEP_TYPES
 from lt2_workflows.inputs import conflicts
-from lt2_workflows.outside import changes
+from lt2_workflows.outside import stale
 from lt2_workflows.provenance import drift, provenance
 from lt2_workflows.steps.evaluate import EvaluateStep
 from lt2_workflows.steps.held_out import held_out_remark
@@ -55,9 +54,7 @@ def remarks(config: SweepStep, context: StepContext) -> list[str]:
             if isinstance(asked, EvaluateStep):
                 told.setdefault(held_out_remark(asked.checkpoint, asked.data, each), []).append(place)
             continue
-        outdated = STEP_TYPES[each.step.config.type].outdated
-        stale = changes(each, done.get("read", {})) or (outdated(each.step.config, each) if outdated else "")
-        told.setdefault(stale, []).append(each.step.id)
+        told.setdefault(stale(each, done), []).append(each.step.id)
     lines = [f"{first_of(steps, 3)}: {text}" for text, steps in told.items() if text]
     missed = [name for name in trainings(config.expanded[0]) if f"{name}.train.seed" not in config.seed_keys]
     if len(config.seeds) > 1 and missed:
